@@ -124,17 +124,17 @@ def new_figure(
 def vector(figure: Figure, kind: str) -> bytes:
     """Return a figure as the bytes of an ``svg`` or ``pdf`` file."""
     undated: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-    made = BytesIO()
+    buffer = BytesIO()
     with house_style():
-        figure.savefig(made, format=kind, metadata=undated.get(kind))
-    return made.getvalue()
+        figure.savefig(buffer, format=kind, metadata=undated.get(kind))
+    return buffer.getvalue()
 
 
 def save(figure: Figure, stem: Path, formats: Sequence[str] = ("svg", "pdf")) -> list[Path]:
     """Write a figure as ``stem.svg`` and ``stem.pdf``, each whole or not at all; what was written."""
-    made = [(stem.with_name(f"{stem.name}.{kind}"), vector(figure, kind)) for kind in formats]
-    files.put_all(made, stem.parent)
-    return [file for file, _ in made]
+    contents = [(stem.with_name(f"{stem.name}.{kind}"), vector(figure, kind)) for kind in formats]
+    files.put_all(contents, stem.parent)
+    return [file for file, _ in contents]
 
 
 def percent(axes: Axes, axis: str = "y", *, full: bool = True) -> None:

@@ -298,11 +298,11 @@ def read(path: Path, most: int | None = None, *, follow: bool = False) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if most is not None and size > most:
             raise CorruptionError(f"{path} has {size:,} bytes; at most {most:,} are expected there.")
-        pieces = [b""]
+        chunks = [b""]
         while size > 0 and (piece := file.read(size)):
-            pieces.append(piece)
+            chunks.append(piece)
             size -= len(piece)
-        return b"".join(pieces)
+        return b"".join(chunks)
 
 
 def sha256(path: Path, size: int | None = None) -> str:

@@ -69,8 +69,8 @@ def _machine(device: str) -> str:
         from importlib.metadata import version
 
         gpu = torch.cuda.get_device_properties(0)
-        made = f"{gpu.name}, sm_{gpu.major}{gpu.minor}"
-        parts = [made, f"CUDA {torch.version.cuda}", f"triton {version('triton')}", *parts]
+        device_words = f"{gpu.name}, sm_{gpu.major}{gpu.minor}"
+        parts = [device_words, f"CUDA {torch.version.cuda}", f"triton {version('triton')}", *parts]
     else:
         threads = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} thread(s)"
         parts = [native.described(), threads, *parts]
@@ -108,8 +108,8 @@ def _rounding(device: torch.device) -> Iterator[Line]:
     for name in GRIDS:
         g = named(name).within(torch.float32)
         for mode, stream in ((NEAREST, None), (STOCHASTIC, STREAM)):
-            made = kernels.round(torch.from_numpy(x).to(device), g, stream)
-            yield f"{name}, {MODES[mode]}", _difference(made, reference.round(x, g, mode, stream))
+            rounded = kernels.round(torch.from_numpy(x).to(device), g, stream)
+            yield f"{name}, {MODES[mode]}", _difference(rounded, reference.round(x, g, mode, stream))
 
 
 def _write_backs(device: torch.device) -> Iterator[Line]:
@@ -122,12 +122,12 @@ def _write_backs(device: torch.device) -> Iterator[Line]:
             moved = np.zeros((q.size + 7) // 8, dtype=np.uint8)
             marks = torch.from_numpy(moved.copy()).to(device)
             stored, proposed = (torch.from_numpy(v.copy()).to(device) for v in (q, z))
-            made = kernels.write_back(stored, proposed, g, said, STREAM, moved=marks, sums=True)
+            fast = kernels.write_back(stored, proposed, g, said, STREAM, moved=marks, sums=True)
             expected, counted = reference.write_back(q, z, g, mode, STREAM, moved)
             pairs = (
-                (made.out, expected),
-                (made.counts, counted["counts"]),
-                (made.sums, counted["sums"]),
+                (fast.out, expected),
+                (fast.counts, counted["counts"]),
+                (fast.sums, counted["sums"]),
                 (marks, moved),
             )
             yield f"{name}, {said}", next(filter(None, (_difference(a, b) for a, b in pairs)), "")
@@ -138,14 +138,14 @@ def _audits(device: torch.device) -> Iterator[Line]:
     weights, proposals = (torch.from_numpy(x).to(device) for x in (w, d))
     for name in GRIDS:
         g = named(name).within(torch.float32)
-        made = kernels.audit(weights, proposals, [g])
+        fast = kernels.audit(weights, proposals, [g])
         with np.errstate(over="ignore", invalid="ignore"):
             expected = reference.audit(w, d, [g])
         pairs = (
-            (made.counts, expected["counts"]),
-            (made.sums, expected["sums"]),
-            (torch.nan_to_num(made.arrived), np.nan_to_num(expected["arrived"])),  # a NaN has no fixed bits
-            (made.phase, expected["phase"]),
+            (fast.counts, expected["counts"]),
+            (fast.sums, expected["sums"]),
+            (torch.nan_to_num(fast.arrived), np.nan_to_num(expected["arrived"])),  # a NaN has no fixed bits
+            (fast.phase, expected["phase"]),
         )
         yield name, next(filter(None, (_difference(a, b) for a, b in pairs)), "")
 
@@ -195,9 +195,9 @@ def _two_passes(device: torch.device) -> Iterator[Line]:
             inner = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
             opt = WriteBack(inner, grid, policy, model=model, options=WriteBackOptions(one_pass=once))
             for step in range(5):
-                made = torch.Generator().manual_seed(step)
+                noise = torch.Generator().manual_seed(step)
                 for p in model.parameters():
-                    p.grad = torch.randn(p.shape, generator=made) * 1e-2
+                    p.grad = torch.randn(p.shape, generator=noise) * 1e-2
                 opt.step()
             state = opt.optimizer.state[opt.slots[0].stepped]
             kept = [*opt.slots[0].kept_tensors().values(), state["exp_avg"], state["exp_avg_sq"]]
@@ -247,9 +247,9 @@ def _speed(device: str, matrices: int) -> Iterator[str]:
     ready: list[tuple[str, Any, list[float]]] = []
     for name, make in _contestants(device).items():
         dtype = torch.float32 if name.startswith("float32") else torch.bfloat16
-        made = torch.Generator().manual_seed(0)
+        noise = torch.Generator().manual_seed(0)
         params = torch.nn.ParameterList(
-            torch.nn.Parameter((torch.randn(1000, 1000, generator=made) * 0.02).to(device, dtype))
+            torch.nn.Parameter((torch.randn(1000, 1000, generator=noise) * 0.02).to(device, dtype))
             for _ in range(matrices)
         )
         for p in params:

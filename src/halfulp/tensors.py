@@ -102,8 +102,9 @@ def read_stream(
     whole_file = hashlib.sha256(start + text)
     sealed = None
     if stated is not None:
-        told = {k: v for k, v in header.items() if k != METADATA} | ({METADATA: metadata} if metadata else {})
-        sealed = hashlib.sha256(_canonical(told, path))
+        digested = {k: v for k, v in header.items() if k != METADATA}
+        digested |= {METADATA: metadata} if metadata else {}
+        sealed = hashlib.sha256(_canonical(digested, path))
     runs = [h for h in (sealed, whole_file if sha256 is not None else None) if h is not None]
     tensors = {}
     for place in _places(header, size - 8 - len(text), path):

@@ -320,8 +320,8 @@ def _encoded(bits: Array, dtype: torch.dtype, grid: Grid, table: Array) -> None:
 
 def _count(stored: Stored, view: np.dtype[Any], width: int, loop: Any, *args: Any) -> Array:
     """Run a counting loop over the bits of a tensor, on as many threads as torch uses."""
-    pieces = math.ceil(stored.size / PIECE)
-    threads = max(1, min(torch.get_num_threads(), pieces))
+    chunks = math.ceil(stored.size / PIECE)
+    threads = max(1, min(torch.get_num_threads(), chunks))
 
     def part(first: int, last: int) -> Array:
         total = np.zeros(width, dtype=np.int64)
@@ -338,8 +338,8 @@ def _count(stored: Stored, view: np.dtype[Any], width: int, loop: Any, *args: An
                 table[:], counted = 0, 0
         return np.asarray(total + table.sum(axis=0, dtype=np.int64))
 
-    ends = [pieces * i // threads for i in range(threads + 1)]
+    ends = [chunks * i // threads for i in range(threads + 1)]
     if threads == 1:
-        return part(0, pieces)
+        return part(0, chunks)
     with ThreadPoolExecutor(threads, thread_name_prefix="halfulp") as pool:
         return np.asarray(sum(pool.map(part, ends[:-1], ends[1:])))

@@ -271,11 +271,11 @@ def _still(tensors: Sequence[Difference]) -> str | None:
 
 def _rounded(tensors: Sequence[Difference]) -> str | None:
     wide = [t for t in tensors if t.kind.endswith("float32") and t.weights > t.at_one + t.at_zero]
-    held = [t for t in wide if t.on_bfloat16 == t.weights]
-    if not held or sum(t.weights for t in held) < sum(t.weights for t in wide) / 2:
+    rounded = [t for t in wide if t.on_bfloat16 == t.weights]
+    if not rounded or sum(t.weights for t in rounded) < sum(t.weights for t in wide) / 2:
         return None
     return (
-        f"Rounded: {len(held)} of {len(wide)} tensors of the second file are float32 but hold bfloat16 "
+        f"Rounded: {len(rounded)} of {len(wide)} tensors of the second file are float32 but hold bfloat16 "
         "values only: they were trained in bfloat16, or rounded when they were exported."
     )
 

@@ -150,13 +150,13 @@ def kept_states(path: Path) -> Kept | None:
 
 
 def _kept(file: Path) -> Kept:
-    held = unpickled(file)
-    inside = held if isinstance(held, Mapping) else {}
-    state = next((inside[k] for k in WITHIN if k in inside), held)
+    content = unpickled(file)
+    inside = content if isinstance(content, Mapping) else {}
+    state = next((inside[k] for k in WITHIN if k in inside), content)
     kinds: dict[str, dict[str, int]] = {}
     steps: list[int] = []
     copies: list[tuple[str | None, torch.Tensor]] = []
-    for name, kind, x in [*_slots(state), *_apart(inside), *(_apart(state) if state is not held else ())]:
+    for name, kind, x in [*_slots(state), *_apart(inside), *(_apart(state) if state is not content else ())]:
         if kind == "step" and (not isinstance(x, torch.Tensor) or x.numel() == 1):
             steps.append(_count_of(x))
         if not isinstance(x, torch.Tensor):
@@ -205,19 +205,19 @@ def _slots(saved: Any) -> Iterator[tuple[str | None, str, Any]]:
 
 def _apart(saved: Any) -> Iterator[tuple[str | None, str, Any]]:
     """Yield masters and averages that a file keeps under a name of their own, as a mapping or in lists."""
-    for key, held in saved.items() if isinstance(saved, Mapping) else ():
+    for key, entry in saved.items() if isinstance(saved, Mapping) else ():
         if isinstance(key, str) and (MASTER.search(key) or "ema" in key.lower()):
-            yield from ((name, key, x) for name, x in _leaves(held, None))
+            yield from ((name, key, x) for name, x in _leaves(entry, None))
 
 
-def _leaves(held: Any, name: str | None) -> Iterator[tuple[str | None, torch.Tensor]]:
-    if isinstance(held, torch.Tensor):
-        yield name, held
-    elif isinstance(held, Mapping):
-        for key, inside in held.items():
+def _leaves(node: Any, name: str | None) -> Iterator[tuple[str | None, torch.Tensor]]:
+    if isinstance(node, torch.Tensor):
+        yield name, node
+    elif isinstance(node, Mapping):
+        for key, inside in node.items():
             yield from _leaves(inside, str(key))
-    elif isinstance(held, list | tuple):
-        for inside in held:
+    elif isinstance(node, list | tuple):
+        for inside in node:
             yield from _leaves(inside, None)
 
 

@@ -96,8 +96,8 @@ def compared(a: Stored, b: Stored, pool: Executor) -> tuple[Difference, Array]:
     numel = a.size // a.dtype.itemsize
     jobs = ((a, b, narrow, first, min(PIECE, numel - first)) for first in range(0, numel, PIECE))
     counts, classes, largest = np.zeros(6, dtype=np.int64), np.zeros(CLASSES, dtype=np.int64), 0
-    for made, moved, far in pool.map(lambda job: _piece(*job), jobs):
-        counts, classes, largest = counts + made, classes + moved, max(largest, far)
+    for counted, moved, far in pool.map(lambda job: _piece(*job), jobs):
+        counts, classes, largest = counts + counted, classes + moved, max(largest, far)
     kind = a.kind if a.kind == b.kind else f"{a.kind} -> {b.kind}"
     group = group_of(a.name, torch.empty(a.shape, device="meta"))
     same, at_one, at_zero, one, bad, on_bfloat16 = (int(n) for n in counts)
@@ -117,13 +117,13 @@ def _piece(a: Stored, b: Stored, narrow: torch.dtype, first: int, length: int) -
         stays, (sizes, many) = far == 0, _moves(far)
     on_bfloat16 = np.count_nonzero(theirs & np.uint32(0xFFFF) == 0) if theirs.dtype == np.uint32 else 0
     same = np.count_nonzero(stays)
-    made = [
+    counts = [
         same, np.count_nonzero(stays & (mine == _code_of(1.0, narrow))),
         np.count_nonzero(stays & (magnitude == 0)), many[sizes == 1].sum(),
         length - same - many.sum(), on_bfloat16,
     ]  # fmt: skip
     classes = np.bincount(_classes(sizes), weights=many, minlength=CLASSES).astype(np.int64)
-    return np.array(made, dtype=np.int64), classes, int(sizes.max(initial=0))
+    return np.array(counts, dtype=np.int64), classes, int(sizes.max(initial=0))
 
 
 def _moves(far: Array) -> tuple[Array, Array]:

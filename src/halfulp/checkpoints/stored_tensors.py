@@ -102,13 +102,13 @@ def _in_files(checkpoint: Path, stack: ExitStack) -> dict[str, Stored]:
     tensors: dict[str, Stored] = {}
     files_of: dict[str, Path] = {}
     for path, names in shards(checkpoint).items():
-        held = list(_in_file(path, stack))
-        if names is not None and (missing := sorted(names - {stored.name for stored in held})):
+        in_file = list(_in_file(path, stack))
+        if names is not None and (missing := sorted(names - {stored.name for stored in in_file})):
             raise CorruptionError(
                 f"{checkpoint} names {len(missing)} tensor(s) that its files do not hold, such as "
                 f"{shown(missing[0])!r}, which {path.name} should."
             )
-        for stored in held:
+        for stored in in_file:
             if names is not None and stored.name not in names:
                 continue
             if stored.name in tensors:
@@ -176,13 +176,13 @@ def unpickled(path: Path) -> Any:
         ) from error
 
 
-def _weights(held: Any, path: Path) -> dict[str, torch.Tensor]:
+def _weights(content: Any, path: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a model in the content of a file."""
     for key in MODELS:
-        if isinstance(held, Mapping) and isinstance(held.get(key), Mapping):
-            held = held[key]
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
             break
-    pairs = held.items() if isinstance(held, Mapping) else ()
+    pairs = content.items() if isinstance(content, Mapping) else ()
     by_name = {str(name): x for name, x in pairs if isinstance(x, torch.Tensor)}
     if not by_name:
         raise UsageError(f"{path} holds no mapping of names to tensors, as a model's state_dict is.")

@@ -39,11 +39,11 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             )
 
     def call(**given: Any) -> None:
-        made = {
+        instances = {
             name: group(**{field.name: given.pop(field.name) for field in fields(group)})
             for name, group in groups.items()
         }
-        command(**given, **made)
+        command(**given, **instances)
 
     call.__name__, call.__doc__, call.__module__ = command.__name__, command.__doc__, command.__module__
     call.__annotations__ = {p.name: p.annotation for p in parameters}

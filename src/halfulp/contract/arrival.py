@@ -67,8 +67,8 @@ class _Sums:
 class Shadow:
     """The float32 step that a plain optimizer would make of a sample of its 16-bit weights."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, held: list[Trained]) -> None:
-        narrow = [h for h in held if h.slot is None and h.narrow and h.p.grad is not None]
+    def __init__(self, optimizer: torch.optim.Optimizer, trained: list[Trained]) -> None:
+        narrow = [h for h in trained if h.slot is None and h.narrow and h.p.grad is not None]
         self.left_out = {h.name for h in narrow if h.sparse}
         """The tensors that cannot be sampled, because their gradients are sparse."""
         narrow = [h for h in narrow if not h.sparse]
@@ -97,11 +97,11 @@ def refuse_unknown(optimizer: torch.optim.Optimizer, narrow: list[Trained]) -> N
         )
 
 
-def arrival(optimizer: torch.optim.Optimizer, held: list[Trained], shadow: Shadow | None) -> Arrival | None:
+def arrival(optimizer: torch.optim.Optimizer, slots: list[Trained], shadow: Shadow | None) -> Arrival | None:
     """Measure the last step; None if nothing was proposed or nothing can be lost."""
     sums = [] if shadow is None else shadow.sums()
     if isinstance(optimizer, WriteBack):
-        exposed = {h.slot.name: h.slot.policy for h in held if h.slot is not None and h.keeps == "nothing"}
+        exposed = {h.slot.name: h.slot.policy for h in slots if h.slot is not None and h.keeps == "nothing"}
         for r in (r for r in optimizer.events.rows if r.name in exposed):
             drawn = r.numel if exposed[r.name].stochastic else 0
             sums.append(_Sums(r.name, r.arrived, r.proposal_sq, r.written_sq, drawn))

@@ -75,9 +75,9 @@ def parameters(optimizer: torch.optim.Optimizer, models: list[torch.nn.Module]) 
     return trained
 
 
-def breaches(held: list[Trained], terms: Terms) -> Iterator[Breach]:
+def breaches(trained: list[Trained], terms: Terms) -> Iterator[Breach]:
     """Find breaches of dtypes and masters. States exist after the first step, or once they are loaded."""
-    for h in held:
+    for h in trained:
         if not _enough(h.updated_in, terms.weights):
             yield Breach("weights", h.name, f"updated in {_name(h.updated_in)}", f"{FIX}, or float32 weights")
         if terms.masters is True and h.narrow and h.keeps not in ("master", "remainder"):

@@ -199,10 +199,10 @@ def download(data: DataSet, folder: Path) -> Path:
     """
     if data.url is None or data.sha256 is None:
         corpus, own, _ = data.name.partition("/")
-        made = f"halfulp data prepare {corpus}" if own else "halfulp data build prose"
+        command = f"halfulp data prepare {corpus}" if own else "halfulp data build prose"
         raise UsageError(
             f"the data set {data.name!r} was not found, and there is no address to download it from. It "
-            f"comes from: {data.origin}. Put it at ${FOLDER}/{data.name}, or make it with: {made}."
+            f"comes from: {data.origin}. Put it at ${FOLDER}/{data.name}, or make it with: {command}."
         )
     try:
         return _downloaded(data, data.url, folder)

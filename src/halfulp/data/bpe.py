@@ -110,12 +110,12 @@ class Gpt2Bpe:
         return [self.encoder[part] for part in parts]
 
 
-def learn(words: Mapping[str, int], pieces: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
+def learn(words: Mapping[str, int], tokens: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Learn an encoding from words and their counts.
 
     Args:
         words: Words, as :func:`word_pattern` finds them, and their counts.
-        pieces: The number of pieces to make, including the 256 bytes.
+        tokens: The number of pieces to make, including the 256 bytes.
 
     Returns:
         The number of every piece, and the pairs in the order in which they are joined.
@@ -133,7 +133,7 @@ def learn(words: Mapping[str, int], pieces: int) -> tuple[dict[str, int], list[t
     waiting = [(-count, pair) for pair, count in pairs.items()]
     heapq.heapify(waiting)
     merges: list[tuple[str, str]] = []
-    while len(names) < pieces and waiting:
+    while len(names) < tokens and waiting:
         count, pair = heapq.heappop(waiting)
         if -count != pairs[pair]:  # it has changed since
             heapq.heappush(waiting, (-pairs[pair], pair))

@@ -85,20 +85,20 @@ def encoder(corpus: str, tokenizer: str) -> Encoder:
         published = bpe.Gpt2Bpe.published()
         return Encoder("gpt2", len(published.encoder), published.encoder[ENDS[0]], published.encode)
     try:
-        made = _library("tokenizers").Tokenizer.from_file(tokenizer)
+        library = _library("tokenizers").Tokenizer.from_file(tokenizer)
         digest = canonical.sha256_file(Path(tokenizer))
     except UsageError:
         raise
     except Exception as error:  # the library raises Exception itself
         raise UsageError(f"{tokenizer} is not a tokenizer.json that can be read: {error}.") from None
-    end = next((number for text in ENDS if (number := made.token_to_id(text)) is not None), None)
-    size = made.get_vocab_size()
+    end = next((number for text in ENDS if (number := library.token_to_id(text)) is not None), None)
+    size = library.get_vocab_size()
     if end is None or size > 1 << 16:
         raise UsageError(
             f"{tokenizer} has {size:,} tokens, expected at most 65,536, with one of {' or '.join(ENDS)} "
             "to end a document."
         )
-    return Encoder(digest, size, end, lambda text: made.encode(text, add_special_tokens=False).ids)
+    return Encoder(digest, size, end, lambda text: library.encode(text, add_special_tokens=False).ids)
 
 
 def _library(name: str) -> Any:

@@ -204,10 +204,10 @@ def _text(folder: Path, split: str) -> bytes:
 
 def compressed(content: bytes) -> bytes:
     """Compress bytes with gzip, without a time or a name in the header."""
-    made = io.BytesIO()
-    with gzip.GzipFile(filename="", mode="wb", fileobj=made, compresslevel=9, mtime=0) as file:
+    buffer = io.BytesIO()
+    with gzip.GzipFile(filename="", mode="wb", fileobj=buffer, compresslevel=9, mtime=0) as file:
         file.write(content)
-    return made.getvalue()
+    return buffer.getvalue()
 
 
 def _keep(folder: Path, name: str, content: bytes, *, zlib: bool = False) -> bool:
@@ -321,14 +321,14 @@ def prose(archive: io.BytesIO) -> bytes:
 
 def _paragraphs(body: ET.Element) -> Iterator[str]:
     """Yield the text blocks of a page in order; runs of blanks become one, and a break becomes a line end."""
-    pieces: list[str] = []
+    fragments: list[str] = []
     for piece in (*_walked(body), None):
         if piece is not None:
-            pieces.append(piece)
+            fragments.append(piece)
             continue
-        lines = "".join(pieces).split("\x01")
+        lines = "".join(fragments).split("\x01")
         text = "\n".join(_one_blank(line) for line in lines).strip()
-        pieces = []
+        fragments = []
         if text:
             yield text
 

@@ -140,7 +140,7 @@ class Story:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
                    TimeRemainingColumn())  # fmt: skip
         self.progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self.made: list[Path] = []
+        self.traces: list[Path] = []
         self.alone = 0.0
         """Processor time of the reference, without what was audited beside it."""
         self.free: Cost | None = None
@@ -167,7 +167,7 @@ class Story:
     def _train(self, name: str, policy: str | None, grids: tuple[str, ...], whole: TaskID) -> None:
         self.progress.update(whole, description=f"{name}: compiling kernels, the first time only")
         lines = not self.console.is_terminal
-        runs = f"run {len(self.made) + 1} of {1 + len(ARMS)}"
+        runs = f"run {len(self.traces) + 1} of {1 + len(ARMS)}"
         if lines:
             self._say(f"{name} ({runs}): {self.size.updates} steps")
         training = self._run()
@@ -175,7 +175,7 @@ class Story:
             training.optimizer = WriteBack(training.optimizer, GRID, policy, model=training.model, seed=0)
         out, begun, clock = self.folder / name, time.monotonic(), rungs.Clock()
         said = begun
-        self.made.append(out)
+        self.traces.append(out)
         rehearse = REHEARSED if policy is None else None
         settings: dict[str, Any] = {"model": training.model, "out": out, "describe": {"name": name}}
         with Audit(training.optimizer, grids, rehearse=rehearse, **settings) as audit:
@@ -259,7 +259,7 @@ class Story:
 
     def finish(self) -> Path | None:
         """Return the verdict and the page of what there is; None if there is nothing."""
-        done = [path for path in self.made if (path / "manifest.json").exists() and Trace.open(path).parts]
+        done = [path for path in self.traces if (path / "manifest.json").exists() and Trace.open(path).parts]
         if not done:
             return None
         runs = open_traces([Trace.open(path) for path in done])

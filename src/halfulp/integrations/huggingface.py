@@ -189,8 +189,8 @@ def _again(trainer: Any, loader: Any, options: dict[str, Any]) -> dict[str, floa
     trainer.callback_handler = copy.copy(handler)
     trainer.callback_handler.callbacks = []
     try:
-        made = trainer.evaluation_loop(loader, description="as if", prediction_loss_only=True, **options)
-        return dict(made.metrics)
+        output = trainer.evaluation_loop(loader, description="as if", prediction_loss_only=True, **options)
+        return dict(output.metrics)
     finally:
         trainer.callback_handler = handler
 

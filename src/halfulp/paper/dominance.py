@@ -63,9 +63,9 @@ def survivors(points: Mapping[str, Point], within: Tolerance = Tolerance()) -> l
 
 def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
     """Return the names of (cost, quality) pairs that nothing as cheap or cheaper beats, by rising cost."""
-    best, made = float("-inf"), []
+    best, names = float("-inf"), []
     for name in sorted(points, key=lambda n: (points[n][0], -points[n][1], n)):
         if points[name][1] > best:
             best = points[name][1]
-            made.append(name)
-    return made
+            names.append(name)
+    return names

@@ -208,18 +208,18 @@ def _fixed(grid: GridLike) -> Grid:
 
 def _tensors(values: dict[str, Values]) -> list[torch.Tensor]:
     """Arrays as tensors of one shape and container."""
-    made = {
+    tensors = {
         name: x.detach().cpu() if isinstance(x, torch.Tensor) else torch.tensor(np.asarray(x), device="cpu")
         for name, x in values.items()
     }
-    first, *rest = made.items()
+    first, *rest = tensors.items()
     for name, x in rest:
         if x.shape != first[1].shape or x.dtype != first[1].dtype:
             raise UsageError(
                 f"{name} has shape {tuple(x.shape)} and type {x.dtype}, {first[0]} {tuple(first[1].shape)} "
                 f"and {first[1].dtype}: expected the same."
             )
-    return list(made.values())
+    return list(tensors.values())
 
 
 def _check_codes(name: str, q: torch.Tensor, grid: Grid) -> None:

@@ -72,12 +72,12 @@ class OnTheWay:
     def _forward(self, module: torch.nn.Module) -> None:
         if not self.waiting:
             return
-        held = set(module.parameters())
+        parameters = set(module.parameters())
         for optimizer in list(self.waiting):
             trained = {p for group in optimizer.param_groups for p in group["params"]}
-            if trained & held:
+            if trained & parameters:
                 self.waiting.remove(optimizer)
-                self.take(optimizer, module if trained <= held else None)
+                self.take(optimizer, module if trained <= parameters else None)
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer in self.waiting:

@@ -25,8 +25,8 @@ class Results:
         UsageError: If the folder has the results of other settings.
     """
 
-    def __init__(self, folder: Path | None, asked: Mapping[str, Json]) -> None:
-        self.folder, self.asked = folder, dict(asked)
+    def __init__(self, folder: Path | None, settings: Mapping[str, Json]) -> None:
+        self.folder, self.settings = folder, dict(settings)
         self.results: dict[str, Json] = {}
         if folder is None or not (folder / NAME).exists():
             return
@@ -35,11 +35,11 @@ class Results:
         documents.check_digest(document, where)
         if (document.get("kind"), document.get("format")) != (KIND, FORMAT):
             raise VersionError(f"{where} is not a pilot of format {FORMAT}, which this halfulp reads.")
-        if document["asked"] != self.asked:
+        if document["asked"] != self.settings:
             other = [
                 k
-                for k in {**document["asked"], **self.asked}
-                if document["asked"].get(k) != self.asked.get(k)
+                for k in {**document["asked"], **self.settings}
+                if document["asked"].get(k) != self.settings.get(k)
             ]
             raise UsageError(
                 f"{folder} holds a pilot that was asked something else ({', '.join(sorted(other))} differ). "
@@ -56,5 +56,5 @@ class Results:
 
     def _write(self) -> None:
         if self.folder is not None:
-            document = {"kind": KIND, "format": FORMAT, "halfulp": __version__, "asked": self.asked}
+            document = {"kind": KIND, "format": FORMAT, "halfulp": __version__, "asked": self.settings}
             files.put(self.folder / NAME, documents.sealed({**document, "found": self.results}))

@@ -72,16 +72,16 @@ def put_generators(state: Tree) -> None:
 
 def save(state: Mapping[str, Tree], path: Path) -> None:
     """Write a state to a file, whole or not at all."""
-    held: dict[str, torch.Tensor] = {}
-    tree = json.dumps(_hung(dict(state), held))
-    files.put(path, tensors.content({k: t.contiguous() for k, t in held.items()}, {KEY: tree}))
+    stored: dict[str, torch.Tensor] = {}
+    tree = json.dumps(_hung(dict(state), stored))
+    files.put(path, tensors.content({k: t.contiguous() for k, t in stored.items()}, {KEY: tree}))
 
 
 def load(path: Path) -> dict[str, Tree]:
     """Read a state that :func:`save` wrote."""
-    held, metadata = tensors.read(path, follow=True)
+    stored, metadata = tensors.read(path, follow=True)
     try:
-        tree = _taken_down(json.loads(metadata[KEY]), held)
+        tree = _taken_down(json.loads(metadata[KEY]), stored)
     except (KeyError, TypeError, ValueError, RecursionError):
         tree = None
     if not isinstance(tree, dict):
@@ -89,15 +89,15 @@ def load(path: Path) -> dict[str, Tree]:
     return tree
 
 
-def _hung(x: Tree, held: dict[str, torch.Tensor]) -> Tree:
+def _hung(x: Tree, stored: dict[str, torch.Tensor]) -> Tree:
     """Replace tensors by their names in ``held``, and what JSON does not know by a marked list."""
     if isinstance(x, torch.Tensor):
-        held[name := str(len(held))] = x.detach().cpu()
+        stored[name := str(len(stored))] = x.detach().cpu()
         return {"tensor": name, "device": str(x.device)}
     if isinstance(x, Mapping):
-        return {"mapping": [[_hung(k, held), _hung(v, held)] for k, v in x.items()]}
+        return {"mapping": [[_hung(k, stored), _hung(v, stored)] for k, v in x.items()]}
     if isinstance(x, tuple | list):
-        return {type(x).__name__: [_hung(v, held) for v in x]}
+        return {type(x).__name__: [_hung(v, stored) for v in x]}
     if isinstance(x, np.generic):
         return x.item()
     if x is None or isinstance(x, bool | int | float | str):
@@ -107,13 +107,13 @@ def _hung(x: Tree, held: dict[str, torch.Tensor]) -> Tree:
     )
 
 
-def _taken_down(x: Tree, held: Mapping[str, torch.Tensor]) -> Tree:
+def _taken_down(x: Tree, stored: Mapping[str, torch.Tensor]) -> Tree:
     if not isinstance(x, dict):
         return x
     if "tensor" in x:
-        return held[x["tensor"]].to(x["device"])
+        return stored[x["tensor"]].to(x["device"])
     if "mapping" in x:
-        return {_taken_down(k, held): _taken_down(v, held) for k, v in x["mapping"]}
+        return {_taken_down(k, stored): _taken_down(v, stored) for k, v in x["mapping"]}
     kind, values = next(iter(x.items()))
-    made = [_taken_down(v, held) for v in values]
-    return tuple(made) if kind == "tuple" else made
+    items = [_taken_down(v, stored) for v in values]
+    return tuple(items) if kind == "tuple" else items

@@ -234,10 +234,10 @@ def fork(training: Factory, spec: str, bound: str, forked: Mapping[str, Any]) ->
     """Return the loss of a format that is really run from the state that was set aside, from these codes."""
     run = training.begin()
     run_states.put_back(run, forked)
-    held = dict(run.model.named_parameters())
+    parameters = dict(run.model.named_parameters())
     with torch.no_grad():
         for name, values in forked["codes"][bound][spec].items():
-            held[name].copy_(values)
+            parameters[name].copy_(values)
     wrapped = stored(run, spec, training.seed)
     return _finished(training, run, wrapped, forked["update"], None)
 

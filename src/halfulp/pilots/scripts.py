@@ -144,14 +144,14 @@ class ScriptPilot:
             return None
         if not self.small:
             return max(2, int(batch * MOST)) if batch > 2 else None
-        asked = int(self.small[0])
-        if not 0 < asked < batch:
+        count = int(self.small[0])
+        if not 0 < count < batch:
             raise UsageError(
-                f"--small {asked}: expected fewer sequences than a training batch has, and the largest that "
+                f"--small {count}: expected fewer sequences than a training batch has, and the largest that "
                 f"a DataLoader gave this script has {batch or 'none'}. A script that draws its batches by "
                 "itself takes arguments instead, such as --small '--batch_size 1'."
             )
-        return asked
+        return count
 
     @property
     def _twin_is(self) -> str:
@@ -174,25 +174,25 @@ class ScriptPilot:
             limit = left * own * (0.5 if not twins else 1.2)
             lasts = f"about {share * own:.0f} s" if twins else f"{limit:.0f} s at most"
             tell(f"halfulp: {name}, {i + 1} of {len(wanted)}: {lasts}")
-            made = self._child(name, limit, full["step"])
-            cost = made["seconds"] / own
+            twin = self._child(name, limit, full["step"])
+            cost = twin["seconds"] / own
             left -= cost
             share = max(share, cost)
             self.paid["twins"] = self.paid.get("twins", 0.0) + cost
-            if not made.get("real"):
-                self.notes.append(self._too_dear(name, made, own, len(names) + 1))
+            if not twin.get("real"):
+                self.notes.append(self._too_dear(name, twin, own, len(names) + 1))
                 return twins
-            if made["step"] != full["step"] or self.step not in made["real"]:
-                other = f"makes {made['step']} updates, and {full['step']} without"
-                if made["step"] == full["step"]:
+            if twin["step"] != full["step"] or self.step not in twin["real"]:
+                other = f"makes {twin['step']} updates, and {full['step']} without"
+                if twin["step"] == full["step"]:
                     other = f"does not evaluate at update {self.step}, where it does without"
                 raise UsageError(
                     f"{self._twin_is} the script {other}: a twin does as its script. Give numbers of steps "
                     "in --small, too; or, with a DataLoader, --small N, which keeps N sequences of every "
                     "batch and all else as it is."
                 )
-            twins[name] = made
-            if name == "twin" and made["real"] == full["real"]:
+            twins[name] = twin
+            if name == "twin" and twin["real"] == full["real"]:
                 raise UsageError(
                     f"{self._twin_is} the script runs as without: a twin needs arguments that it takes, the "
                     "last one of each, and that make the batch smaller."
@@ -203,10 +203,10 @@ class ScriptPilot:
             )
         return twins
 
-    def _too_dear(self, name: str, made: dict[str, Any], own: float, needed: int) -> str:
-        whole = made["whole"] / own
+    def _too_dear(self, name: str, twin: dict[str, Any], own: float, needed: int) -> str:
+        whole = twin["whole"] / own
         return (
-            f"{name}: ended at update {made['step']} after {made['seconds'] / own:.1%} of the run, for want "
+            f"{name}: ended at update {twin['step']} after {twin['seconds'] / own:.1%} of the run, for want "
             f"of budget: it would take {whole:.0%}, and {needed} are needed. A --budget of "
             f"{math.ceil(100 * (self.paid['rehearsals'] + needed * whole))}% pays for them; fewer formats "
             "need less, and so may other arguments in --small."
@@ -235,8 +235,8 @@ class ScriptPilot:
 
     def _child(self, name: str, seconds: float | None = None, steps: int = 0) -> dict[str, Any]:
         """Run the script once, unless it was run already; the output of twins goes to a log."""
-        made: dict[str, Any] = self.results.once(name, lambda: self._run(name, seconds, steps))
-        return made
+        result: dict[str, Any] = self.results.once(name, lambda: self._run(name, seconds, steps))
+        return result
 
     def _run(self, name: str, seconds: float | None, steps: int) -> dict[str, Any]:
         safe = hashlib.sha256(name.encode()).hexdigest()[:8]

@@ -51,15 +51,15 @@ class Costs:
 
 def gathered(runs: Sequence[Run]) -> list[Costs]:
     """Return every reference that rehearsed something."""
-    made = []
+    by_run = []
     for run in (r for r in runs if r.trace.rehearsals):
         measured = {}
         for spec in run.trace.rehearsals:
             of = [r for r in runs if r is not run and r.same_model(run) and is_of(spec, r.trace)]
             if of and (each := evaluations(run.trace, of[0].trace, spec)):
                 measured[spec] = (of[0], each)
-        made.append(Costs(run, costs.costs(run.trace), measured))
-    return made
+        by_run.append(Costs(run, costs.costs(run.trace), measured))
+    return by_run
 
 
 # ---- words ------------------------------------------------------------------------------------------------

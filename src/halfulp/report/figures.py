@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 def write_figures(paths: Sequence[Path], out: Path, formats: Sequence[str] = ("svg", "pdf")) -> list[Path]:
     """Write every figure of some traces and studies into a folder; what was written."""
-    made: dict[str, Figure] = {}
+    figures: dict[str, Figure] = {}
     for path in (p for p in paths if is_study(p)):
         view = open_study(path, code=True)
         if view.study is None or view.records is None:
@@ -44,12 +44,12 @@ def write_figures(paths: Sequence[Path], out: Path, formats: Sequence[str] = ("s
             raise UsageError(f"{path} has no figures to draw: {why}.")
         with house_style():
             for title, draw in view.study.figures.items():
-                made[f"{plain_name(view.protocol.study)}-{plain_name(title)}"] = draw(view.records)
+                figures[f"{plain_name(view.protocol.study)}-{plain_name(title)}"] = draw(view.records)
     traces = [Trace.open(p) for p in paths if not is_study(p)]
     if traces:
         with house_style():
-            made |= dict(_of_traces(open_traces(traces)))
-    return [file for stem, figure in made.items() for file in save(figure, out / stem, formats)]
+            figures |= dict(_of_traces(open_traces(traces)))
+    return [file for stem, figure in figures.items() for file in save(figure, out / stem, formats)]
 
 
 def _of_traces(runs: Sequence[Run]) -> Iterator[tuple[str, Figure]]:

@@ -56,15 +56,16 @@ def tag(element: str, *content: Content, **attributes: str | float | int | bool 
     >>> tag("input", type="checkbox", checked=True, aria_label='"x"', hidden=None)
     Html('<input type="checkbox" checked aria-label="&quot;x&quot;">')
     """
-    made = ""
+    written = ""
     for key, value in attributes.items():
         if value is None or value is False:
             continue
         attribute = key.rstrip("_").replace("_", "-")
-        made += f" {attribute}" if value is True else f' {attribute}="{html.escape(str(value), quote=True)}"'
+        quoted = "" if value is True else f'="{html.escape(str(value), quote=True)}"'
+        written += f" {attribute}{quoted}"
     if element in VOID | DRAWN:
-        return Html(f"<{element}{made}{'/' if element in DRAWN else ''}>")
-    return Html(f"<{element}{made}>{text(content)}</{element}>")
+        return Html(f"<{element}{written}{'/' if element in DRAWN else ''}>")
+    return Html(f"<{element}{written}>{text(content)}</{element}>")
 
 
 def name(chosen: str, width: int = 48) -> Html:
@@ -97,10 +98,10 @@ def elided(chosen: str, width: int) -> str:
 
 def script_json(data: Any) -> Html:
     """JSON that can stand inside a script element: no byte of it can end the element or open a comment."""
-    made = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    script = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for letter in "<>&":
-        made = made.replace(letter, f"\\u{ord(letter):04x}")
-    return Html(made)
+        script = script.replace(letter, f"\\u{ord(letter):04x}")
+    return Html(script)
 
 
 def table(

@@ -170,11 +170,11 @@ def forecasts(runs: Sequence[Run]) -> list[Outcome]:
 def arms(runs: Sequence[Run]) -> list[Arms]:
     """Return the arms of each grid, in the order given."""
     grids = dict.fromkeys(r.grid for r in runs if r.grid is not None)
-    made = []
+    groups = []
     for grid in grids:
         here = [r for r in runs if r.grid == grid]
-        made.append(Arms(grid, _reference_of(here[0], runs), here))
-    return made
+        groups.append(Arms(grid, _reference_of(here[0], runs), here))
+    return groups
 
 
 def _reference_of(arm: Run, runs: Sequence[Run]) -> Run | None:

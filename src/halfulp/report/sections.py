@@ -248,8 +248,8 @@ def _worst(run: Run, grid: str) -> Html:
 
 
 def _select(identifier: str, label: str, options: Sequence[tuple[str, str]]) -> Html:
-    made = [tag("option", text, value=value) for value, text in options]
-    return tag("label", label, tag("select", *made, id=identifier))
+    tags = [tag("option", text, value=value) for value, text in options]
+    return tag("label", label, tag("select", *tags, id=identifier))
 
 
 # ---- what is behind it ------------------------------------------------------------------------------------

@@ -194,21 +194,21 @@ def _tables(view: StudyView) -> list[Html]:
     parts: list[Html] = []
     for title, make_table in view.study.tables.items():
         with own_code(view.folder):
-            made = make_table(view.records)
-        rows = [[_cell(value) for value in row] for row in made.rows]
-        worded = [any(isinstance(row[i], str) for row in made.rows) for i in range(len(made.columns))]
+            own = make_table(view.records)
+        rows = [[_cell(value) for value in row] for row in own.rows]
+        worded = [any(isinstance(row[i], str) for row in own.rows) for i in range(len(own.columns))]
         head = [
             prose(column, 60) if words else numeric(prose(column, 60))
-            for column, words in zip(made.columns, worded, strict=True)
+            for column, words in zip(own.columns, worded, strict=True)
         ]
-        whole = table(head, rows, caption=prose(made.caption) if made.caption else None)
+        whole = table(head, rows, caption=prose(own.caption) if own.caption else None)
         parts.append(tag("section", tag("h2", prose(title.replace("-", " "), 80)), _folded(whole, len(rows))))
     return parts
 
 
-def _folded(made: Html, rows: int) -> Html:
+def _folded(table: Html, rows: int) -> Html:
     """Return a long table, folded."""
-    return tag("details", tag("summary", f"{rows} rows"), made) if rows > OPEN else made
+    return tag("details", tag("summary", f"{rows} rows"), table) if rows > OPEN else table
 
 
 def _cell(value: str | float | None) -> Html:
@@ -227,7 +227,7 @@ def _estimands(view: StudyView) -> Html | None:
     together: dict[tuple[str, ...], list[str]] = {}
     for estimand, given in values.items():
         together.setdefault(tuple(given), []).append(estimand)
-    made = []
+    tables = []
     for units, names in together.items():
         rows: list[list[Content]] = [
             [tag("th", name(unit, 60), scope="row"), *(number(short(values[n][unit])) for n in names)]
@@ -235,8 +235,8 @@ def _estimands(view: StudyView) -> Html | None:
         ]
         head: Sequence[Content] = ["unit", *(numeric(name(n, 40)) for n in names)]
         caption = ["One row a unit: ", prose(view.protocol.content["units"]), "."]
-        made.append(_folded(table(head, rows, caption=caption), len(rows)))
-    return tag("section", tag("h2", "Estimands"), tag("dl", *what), *made, aria_label="Estimands")
+        tables.append(_folded(table(head, rows, caption=caption), len(rows)))
+    return tag("section", tag("h2", "Estimands"), tag("dl", *what), *tables, aria_label="Estimands")
 
 
 def _claims(view: StudyView) -> Html:

@@ -80,7 +80,7 @@ def _shape(tensors: Sequence[dict[str, Any]], node: Node) -> str:
 
 def _listed(root: Node, sizes: Array, least: float) -> list[Node]:
     """Return the nodes of a tree, parents first; small siblings are one."""
-    made: list[Node] = []
+    nodes: list[Node] = []
     waiting = [Node(WHOLE, -1, root.tensors, root.children)]
     while waiting:
         node = waiting.pop()
@@ -88,8 +88,8 @@ def _listed(root: Node, sizes: Array, least: float) -> list[Node]:
             (child,) = node.children.values()
             label = child.label if node.label == WHOLE else f"{node.label}.{child.label}"
             node = Node(label, node.parent, child.tensors, child.children)
-        made.append(node)
-        place, small = len(made) - 1, []
+        nodes.append(node)
+        place, small = len(nodes) - 1, []
         below = []
         for child in node.children.values():
             if sizes[child.tensors].sum() < least:
@@ -99,7 +99,7 @@ def _listed(root: Node, sizes: Array, least: float) -> list[Node]:
         if small:
             below.append(Node(f"{len(small)} small", place, small))
         waiting += below[::-1]
-    return made
+    return nodes
 
 
 def _sums(values: Array, members: Sequence[Array]) -> Array:

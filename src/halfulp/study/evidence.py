@@ -317,11 +317,11 @@ def retrospect(out: Path, content: bytes, name: str, folder: Path, attribute: st
         raise UsageError(f"{folder} is inside the registered study, which an analysis must not touch.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists already. Choose another folder for the analysis.")
-    made = analyse(out, content, name, attribute)
-    for file, bytes_ in made.items():
+    contents = analyse(out, content, name, attribute)
+    for file, bytes_ in contents.items():
         files.put(folder / file, bytes_, folder / "work")
     files.remove_tree(folder / "work")
-    value: dict[str, Json] = canonical.loads(made[RESULT], folder / RESULT)
+    value: dict[str, Json] = canonical.loads(contents[RESULT], folder / RESULT)
     return value
 
 
@@ -365,16 +365,16 @@ def check_retrospective(folder: Path, out: Path) -> dict[str, Json]:
     content = read_known(folder / ANALYSIS, declared["analysis"], f"the file that {DECLARATION} names")
     loading.allow_former_names(content)
     try:
-        made = analyse(out, content, ANALYSIS, declared["attribute"])
+        contents = analyse(out, content, ANALYSIS, declared["attribute"])
     except UsageError as error:
         raise TamperingError(f"{folder / DECLARATION} does not fit {ANALYSIS} and {out}: {error}") from None
-    for file, expected in made.items():
+    for file, expected in contents.items():
         if files.read(folder / file, MOST_BYTES) != expected:
             raise TamperingError(
                 f"{folder / file} does not follow from the analysis and the records in {out}."
             )
-    extra = sorted(Store(folder).present() - set(made))
+    extra = sorted(Store(folder).present() - set(contents))
     if extra:
         raise CorruptionError(f"{folder / extra[0]} does not belong to the analysis.")
-    value: dict[str, Json] = canonical.loads(made[RESULT], folder / RESULT)
+    value: dict[str, Json] = canonical.loads(contents[RESULT], folder / RESULT)
     return value

@@ -127,14 +127,14 @@ def fix_of(trace: Recorded, grid: str, *, stored: float) -> Fix | None:
     if first.get("policies"):
         kind = first["class"] if first.get("class") in (*DEFAULTS, "SGD", "Lion") else "WriteBack"
         code: tuple[str, ...] = (f'hu.{kind}(..., policy="sr")  # in place of the policy "rne"',)
-        made = False
+        own = False
     else:
         alone = len(optimizers) == 1 and first.get("one_pass") is True and str(first.get("class")) in DEFAULTS
         given = arguments(trace, first) if alone and stored == 1 and grid == "bf16" else None
         mixed = any(len(part(part(o, "holds"), "parameters")) != 1 for o in concerned)
         narrow = ", params=lambda name, p: p.dtype.itemsize == 2" if 0 < stored < 1 and mixed else ""
         how = f'"{grid}", "sr"{narrow}'
-        code, made = _code(caller, str(first.get("class")), how, given)
+        code, own = _code(caller, str(first.get("class")), how, given)
         code = _for_each(code, caller, concerned[1:], how)
     before, after, wide = _bytes(optimizers, trace) if stored else (None, None, None)
     return Fix(
@@ -143,7 +143,7 @@ def fix_of(trace: Recorded, grid: str, *, stored: float) -> Fix | None:
         before=before,
         after=before if first.get("policies") else after,
         float32=wide,
-        narrow_moments=made and caller.framework != "torchtune",
+        narrow_moments=own and caller.framework != "torchtune",
     )
 
 

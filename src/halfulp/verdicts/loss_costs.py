@@ -76,7 +76,7 @@ def costs(trace: Recorded) -> list[Cost]:
             continue
         step = int(losses["step"][-1])
         last = {b: x for s, b, x, _ in losses.rows() if s == step}
-        made = Cost(
+        cost = Cost(
             spec=spec,
             step=step,
             real=float(losses["real"][-1]),
@@ -85,7 +85,7 @@ def costs(trace: Recorded) -> list[Cost]:
             upper=last.get("upper"),
             calibrated_pull=trace.manifest["options"]["rehearse"]["pull"] == DEFAULT_PULL,
         )
-        forecasts.append(made)
+        forecasts.append(cost)
     return sorted(forecasts, key=lambda c: (not np.isfinite(c.loss), c.loss if np.isfinite(c.loss) else 0.0))
 
 

@@ -187,12 +187,12 @@ class Change:
         if self.boxes:
             document["boxes"] = [
                 {"name": name, "shape": box.shape, "start": box.start, "size": box.size, "crc32": crc}
-                for name, pieces in self.boxes.items()
-                for box, crc in pieces
+                for name, sums in self.boxes.items()
+                for box, crc in sums
             ]
-        held = {f"{i}.where": p.where for i, p in enumerate(self.parts.values())}
-        held |= {f"{i}.bits": p.bits for i, p in enumerate(self.parts.values())}
-        return tensors.content(held, {FORMAT: "2" if new else "1", "change": json.dumps(document)})
+        arrays = {f"{i}.where": p.where for i, p in enumerate(self.parts.values())}
+        arrays |= {f"{i}.bits": p.bits for i, p in enumerate(self.parts.values())}
+        return tensors.content(arrays, {FORMAT: "2" if new else "1", "change": json.dumps(document)})
 
     @classmethod
     def load(cls, path: str | Path) -> Change:
@@ -225,11 +225,11 @@ class Change:
         return cls._read(*tensors.read_stream(BytesIO(content), len(content), Path(where)), where)
 
     @classmethod
-    def _read(cls, held: dict[str, torch.Tensor], metadata: Mapping[str, str], where: str) -> Change:
+    def _read(cls, arrays: dict[str, torch.Tensor], metadata: Mapping[str, str], where: str) -> Change:
         if metadata.get(FORMAT) not in VERSIONS or tensors.DIGEST not in metadata:
             raise CorruptionError(f"{where} is not a change that halfulp wrote (version 1 or 2).")
         fields = Fields(parsed(metadata.get("change", ""), where, "a change"), where)
-        parts = _read_parts(fields, held, where)
+        parts = _read_parts(fields, arrays, where)
         since, number, numel = fields.whole("since"), fields.whole("number", 1), fields.whole("numel")
         names = fields.within("tied") if "tied" in fields.values else None
         tied = {} if names is None else {name: names.texts(name) for name in parts if name in names.values}
@@ -276,7 +276,7 @@ def _path(given: Any) -> Path:
     return Path(given)
 
 
-def _read_parts(document: Fields, held: Mapping[str, torch.Tensor], where: str) -> dict[str, Part]:
+def _read_parts(document: Fields, arrays: Mapping[str, torch.Tensor], where: str) -> dict[str, Part]:
     parts: dict[str, Part] = {}
     for i, fields in enumerate(document.each("parts")):
         sharded = "crc32" not in fields.values and "boxes" in document.values
@@ -286,8 +286,8 @@ def _read_parts(document: Fields, held: Mapping[str, torch.Tensor], where: str) 
             ],
             tuple(fields.wholes("shape", tensors.MOST_DIMENSIONS)),
             fields.take("form", "gaps, mask or all", lambda v: v in ("gaps", "mask", "all")),
-            held.get(f"{i}.where", torch.empty(0, device="cpu")),
-            held.get(f"{i}.bits", torch.empty(0, device="cpu")),
+            arrays.get(f"{i}.where", torch.empty(0, device="cpu")),
+            arrays.get(f"{i}.bits", torch.empty(0, device="cpu")),
             None if sharded else fields.whole("crc32", 0, 2**32 - 1),
         )
         if (wrong := _unfit(part)) is not None:
@@ -304,7 +304,7 @@ def _unfit(part: Part) -> str | None:
 
 
 def _read_boxes(document: Fields, parts: Mapping[str, Part], where: str) -> dict[str, list[tuple[Box, int]]]:
-    pieces: dict[str, list[tuple[Box, int]]] = {}
+    boxes: dict[str, list[tuple[Box, int]]] = {}
     for fields in document.each("boxes") if "boxes" in document.values else ():
         name = fields.text("name")
         shape, start, size = (
@@ -315,10 +315,10 @@ def _read_boxes(document: Fields, parts: Mapping[str, Part], where: str) -> dict
         )
         if not fits or (name in parts and parts[name].shape != shape):
             raise CorruptionError(f"{where}: {shown(name)!r} has a piece that is not in the tensor.")
-        pieces.setdefault(name, []).append((Box(shape, start, size), fields.whole("crc32", 0, 2**32 - 1)))
-    if missing := [name for name, part in parts.items() if part.crc32 is None and name not in pieces]:
+        boxes.setdefault(name, []).append((Box(shape, start, size), fields.whole("crc32", 0, 2**32 - 1)))
+    if missing := [name for name, part in parts.items() if part.crc32 is None and name not in boxes]:
         raise CorruptionError(f"{where}: {shown(missing[0])!r} has no checksum.")
-    return pieces
+    return boxes
 
 
 # ---- shards -----------------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ def join(changes: Sequence[Change]) -> Change:
         raise UsageError(
             f"the changes lead from sync to sync {syncs}: give those of one sync, of every rank."
         )
-    pieces: dict[str, list[tuple[Box, int]]] = {}
+    boxes: dict[str, list[tuple[Box, int]]] = {}
     checksums: dict[str, int] = {}
     parts: dict[str, list[Part]] = {}
     tied: dict[str, list[str]] = {}
@@ -384,10 +384,10 @@ def join(changes: Sequence[Change]) -> Change:
         checksums |= change.checksums
         tied |= change.tied
         for name, some in change.boxes.items():
-            pieces.setdefault(name, []).extend(some)
+            boxes.setdefault(name, []).extend(some)
         for name, part in change.parts.items():
             parts.setdefault(name, []).append(part)
-    for name, some in pieces.items():
+    for name, some in boxes.items():
         tiled(name, [box for box, _ in some])
     (since, number), bases = syncs[0], [c.base for c in changes if c.base is not None]
     if len(bases) not in (0, len(changes)):
@@ -396,7 +396,7 @@ def join(changes: Sequence[Change]) -> Change:
         since, number, sum(c.numel for c in changes),
         {name: _joined(name, some) for name, some in parts.items()}, tied,
         join_positions(bases) if bases else None, join_positions([c.target for c in changes]),
-        checksums, pieces,
+        checksums, boxes,
     )  # fmt: skip
 
 

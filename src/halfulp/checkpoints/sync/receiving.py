@@ -155,7 +155,7 @@ def check_result(change: Change, parts: Mapping[str, Part], there: Mapping[str, 
     expected: dict[str, list[tuple[Box | None, int]]] = {
         n: [(None, crc)] for n, crc in change.checksums.items()
     }
-    expected |= {name: list(pieces) for name, pieces in change.boxes.items()}
+    expected |= {name: list(chunks) for name, chunks in change.boxes.items()}
     first = {other: name for name, others in change.tied.items() for other in others}
     for name, part in parts.items():
         sharded = part.crc32 is None
@@ -167,8 +167,8 @@ def check_result(change: Change, parts: Mapping[str, Part], there: Mapping[str, 
         if name in parts:
             bits = bits.clone()
             _put(bits, *_places(parts[name], bits))
-        pieces = ((bits if box is None else bits.reshape(box.shape)[box.slices], crc) for box, crc in sums)
-        if any(checksum(piece) != crc for piece, crc in pieces):
+        chunks = ((bits if box is None else bits.reshape(box.shape)[box.slices], crc) for box, crc in sums)
+        if any(checksum(piece) != crc for piece, crc in chunks):
             raise CorruptionError(
                 f"{shown(name)!r} would not be what the trainer holds after sync {change.number}: this copy "
                 f"was not at sync {change.since}. Nothing was changed. Begin again with Sync.full()."

@@ -167,11 +167,11 @@ def tiled(name: str, boxes: list[Box]) -> None:
         raise UsageError(
             f"the shards of {shown(name)!r} are of tensors of different shapes: {sorted(whole)}."
         )
-    held, numel = sum(box.numel for box in boxes), math.prod(boxes[0].shape)
+    covered, numel = sum(box.numel for box in boxes), math.prod(boxes[0].shape)
     twice = _overlap(boxes)
-    if held != numel or twice:  # boxes of so many values that do not overlap leave none out
+    if covered != numel or twice:  # boxes of so many values that do not overlap leave none out
         raise UsageError(
-            f"the shards of {shown(name)!r} have {held:,} values, and the tensor {numel:,}"
+            f"the shards of {shown(name)!r} have {covered:,} values, and the tensor {numel:,}"
             f"{', some of them twice' if twice else ''}: give the change of every rank, once."
         )
 

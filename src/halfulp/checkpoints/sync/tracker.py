@@ -102,17 +102,17 @@ class Sync:
 
     def _stored(self) -> tuple[dict[str, torch.Tensor], dict[str, Box]]:
         """Return the current stored tensors, and the boxes of those that are shards."""
-        held, boxes = owned(self.held)
+        tensors, boxes = owned(self.held)
         if self.grid is None:
-            return held, boxes
+            return tensors, boxes
         stored: dict[str, torch.Tensor] = {}
-        for name, x in held.items():
+        for name, x in tensors.items():
             codes, scales, box = self._coded(name, x, boxes.get(name))
             stored[name] = codes
             if scales is None:
                 continue
             other = self._scales_name(name)
-            if other in held:
+            if other in tensors:
                 raise UsageError(
                     f"{shown(other)!r} is a tensor of its own, and what the scales of {shown(name)!r} are "
                     "called: give it another name."

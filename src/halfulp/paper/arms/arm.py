@@ -106,27 +106,27 @@ class Arm:
     @classmethod
     def from_json(cls, config: Mapping[str, Json]) -> Arm:
         """Build an arm from :meth:`to_json`; fields that are left out take their defaults."""
-        made = dict(config)
-        made["model"] = DecoderConfig(**made["model"])
-        recipe = {"betas": Recipe.betas, **made["recipe"]}
+        values = dict(config)
+        values["model"] = DecoderConfig(**values["model"])
+        recipe = {"betas": Recipe.betas, **values["recipe"]}
         recipe.update(schedule=Schedule(**recipe["schedule"]), betas=tuple(recipe["betas"]))
-        made["recipe"] = Recipe(**recipe)
+        values["recipe"] = Recipe(**recipe)
         for name in ("audit", "rehearse", "scores"):
-            if made.get(name) is not None:
-                made[name] = tuple(made[name])
-        return cls(**made)
+            if values.get(name) is not None:
+                values[name] = tuple(values[name])
+        return cls(**values)
 
 
 def compact(value: Any) -> dict[str, Json]:
     """Return a dataclass as JSON, without fields that are at their defaults, at every level."""
-    made = {}
+    document = {}
     for f in fields(value):
         field_value = getattr(value, f.name)
         default = f.default if f.default_factory is MISSING else f.default_factory()
         if field_value == default:
             continue
         inner = compact(field_value) if is_dataclass(field_value) else field_value
-        made[f.name] = (
+        document[f.name] = (
             list(inner) if isinstance(inner, tuple) else dict(inner) if isinstance(inner, Mapping) else inner
         )
-    return made
+    return document

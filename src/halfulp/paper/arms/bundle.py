@@ -128,13 +128,13 @@ class Bundle:
     def rehearsals(self, condition: str, own: bool = False) -> dict[str, str]:
         """Return a reference's rehearsals of a condition, by arm; ``own`` selects masks of its own making."""
         grid = self.conditions[condition]["grid"]
-        made = {}
+        specs = {}
         for arm in self.rehearse:
             policy, (whose, mask) = self.arms[arm]["policy"], self.arms[arm].get("mask", ("", ""))
             how = f":tiles({mask})" if mask else "" if policy == "rne" else f":{policy}"
             if own == (whose == "target"):
-                made[arm] = grid + how
-        return made
+                specs[arm] = grid + how
+        return specs
 
     @property
     def again(self) -> bool:
@@ -177,8 +177,8 @@ class Bundle:
         if schedule is not None:
             peak = arm.recipe.schedule.peak
             rates = {key: share * peak for key, share in schedule.items() if key != "cycles"}
-            made = replace(arm.recipe.schedule, **rates, cycles=schedule.get("cycles", 1))
-            arm = replace(arm, recipe=replace(arm.recipe, schedule=made))
+            rescheduled = replace(arm.recipe.schedule, **rates, cycles=schedule.get("cycles", 1))
+            arm = replace(arm, recipe=replace(arm.recipe, schedule=rescheduled))
         return replace(arm, seed=seed, **changes)
 
     def _window(self, config: Config) -> int:
@@ -187,15 +187,15 @@ class Bundle:
 
     def references(self, config: Config) -> Iterator[Cell]:
         """Yield a float32 run for every anchor."""
-        made: dict[str, Arm] = {}
+        arms: dict[str, Arm] = {}
         for unit, (condition, seed) in self.units.items():
             grid, name = self.conditions[condition]["grid"], self.reference_of(unit)
-            if name in made:  # one raw anchor for several grids
-                so_far, more = made[name], tuple(self.rehearsals(condition).values())
-                made[name] = replace(so_far, audit=(*so_far.audit, grid), rehearse=(*so_far.rehearse, *more))
+            if name in arms:  # one raw anchor for several grids
+                so_far, more = arms[name], tuple(self.rehearsals(condition).values())
+                arms[name] = replace(so_far, audit=(*so_far.audit, grid), rehearse=(*so_far.rehearse, *more))
                 continue
-            made[name] = self._reference(config, condition, seed)
-        return (Cell(name=name, config=arm.to_json()) for name, arm in made.items())
+            arms[name] = self._reference(config, condition, seed)
+        return (Cell(name=name, config=arm.to_json()) for name, arm in arms.items())
 
     def _reference(self, config: Config, condition: str, seed: int, **how: Any) -> Arm:
         changes = {**self.conditions[condition], **how}
@@ -227,12 +227,13 @@ class Bundle:
         if self.forecast_from is not None:
             units = {"source": (next(iter(self.conditions)), self.forecast_from)}
         for name, (condition, seed) in units.items():
-            made: dict[str, Json] = {"seed": seed, "grid": self.conditions[condition]["grid"]}
-            made |= {"reference": name if source else self.reference_of(name), "scopes": list(self.scopes)}
-            made |= {"stage": name} if source else {}
-            made |= {"rehearse": self.rehearsals(condition)} if self.rehearse else {}
-            made |= {"again": self.rehearsals(condition, own=True)} if self.again else {}
-            yield Cell(name=name, config=made)
+            settings: dict[str, Json] = {"seed": seed, "grid": self.conditions[condition]["grid"]}
+            settings["reference"] = name if source else self.reference_of(name)
+            settings["scopes"] = list(self.scopes)
+            settings |= {"stage": name} if source else {}
+            settings |= {"rehearse": self.rehearsals(condition)} if self.rehearse else {}
+            settings |= {"again": self.rehearsals(condition, own=True)} if self.again else {}
+            yield Cell(name=name, config=settings)
 
     def forecast_source(self, config: Config) -> Iterator[Cell]:
         """The float32 run that all targets are forecast from; where conditions are schedules, on its own."""
@@ -285,27 +286,27 @@ class Bundle:
             name="forecast", kind="prediction", cells=self.forecasts, reads=("reference",),
             run=forecast if self.scopes else forecast_losses,
         )  # fmt: skip
-        made: list[Stage] = []
+        stages: list[Stage] = []
         masked, read = self.masked, tuple[str, ...]()
         if self.forecast_from is not None:
-            made += [replace(source, cells=self.forecast_source), replace(forecasts, reads=("source",))]
+            stages += [replace(source, cells=self.forecast_source), replace(forecasts, reads=("source",))]
         if masked is not None:
-            made.append(source)
+            stages.append(source)
             read = ("source",)
             reference = replace(reference, reads=read)
         if self.anchors is None and self.anchored:
-            made.append(reference)
+            stages.append(reference)
         if masked is not None and masked.of_target:
             read = (*read, "reference")
         if self.again:
-            made.append(replace(reference, name=AGAIN, cells=self.second_references, reads=("reference",)))
+            stages.append(replace(reference, name=AGAIN, cells=self.second_references, reads=("reference",)))
             forecasts = replace(forecasts, reads=("reference", AGAIN))
         if (self.scopes or self.rehearse) and self.forecast_from is None and self.anchors is None:
-            made.append(forecasts)
+            stages.append(forecasts)
         for name in dict.fromkeys(map(self.stage_of, self.arms)):
             cells, gates = functools.partial(self.outcomes, stage=name), tuple(self.only_if.get(name, ()))
-            made.append(Stage(name=name, kind="outcome", cells=cells, run=run, reads=read, only_if=gates))
-        return tuple(made)
+            stages.append(Stage(name=name, kind="outcome", cells=cells, run=run, reads=read, only_if=gates))
+        return tuple(stages)
 
     # ---- records ----
 

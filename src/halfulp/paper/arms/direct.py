@@ -29,13 +29,13 @@ BITS = 3
 
 def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Values and packed codes of every tensor."""
-    made: dict[str, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = {}
     for name, p in model.named_parameters():
         values, codes = torch.unique(p.detach().cpu(), return_inverse=True)
         if len(values) > 2**BITS:
             raise CorruptionError(f"{name} holds {len(values)} distinct values, more than {BITS} bits name.")
-        made |= {f"{name}/values": values, f"{name}/codes": pack_bits(codes, BITS)}
-    return made
+        state |= {f"{name}/values": values, f"{name}/codes": pack_bits(codes, BITS)}
+    return state
 
 
 @torch.no_grad()

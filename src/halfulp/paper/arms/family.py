@@ -45,8 +45,9 @@ def three_thousand(smoke: Arm, small: Arm, paper: Arm) -> dict[str, Arm]:
 
 def native_three_thousand(smoke: Arm, small: Arm, paper: Arm, *, tables: bool = True) -> dict[str, Arm]:
     """The same for native runs, which replay start and end; the small ones are longer runs of less."""
-    made = three_thousand(smoke, small, paper) | {"small": at(small, updates=300, warmup=10, eval_every=50)}
-    return {name: replace(arm, replay=True, tables=tables) for name, arm in made.items()}
+    arms = three_thousand(smoke, small, paper)
+    arms["small"] = at(small, updates=300, warmup=10, eval_every=50)
+    return {name: replace(arm, replay=True, tables=tables) for name, arm in arms.items()}
 
 
 def _arm(
@@ -58,8 +59,8 @@ def _arm(
 ) -> Arm:
     """Build the arm that the runs of a study share, except for its length (:func:`at`)."""
     schedule = Schedule(peak=rates[0], floor=rates[1], warmup=0, horizon=1)
-    made = Recipe(schedule=schedule, updates=1, context=model.context, **recipe)
-    return Arm(model=model, recipe=made, corpus=corpus, tile=model.width, **how)
+    training = Recipe(schedule=schedule, updates=1, context=model.context, **recipe)
+    return Arm(model=model, recipe=training, corpus=corpus, tile=model.width, **how)
 
 
 def _smoke(kind: DecoderConfig, **sizes: Any) -> Arm:

@@ -54,8 +54,8 @@ _KEPT = "silent."
 
 def recipes(share: float, *scores: str, controls: int = 0) -> dict[str, dict[str, Json]]:
     """Masks by scores, named after them, and ``control-1``, ``control-2`` ... of the first."""
-    made: dict[str, dict[str, Json]] = {score: {"score": score, "share": share} for score in scores}
-    return made | {f"control-{i + 1}": {"of": scores[0], "shuffle": i} for i in range(controls)}
+    wanted: dict[str, dict[str, Json]] = {score: {"score": score, "share": share} for score in scores}
+    return wanted | {f"control-{i + 1}": {"of": scores[0], "shuffle": i} for i in range(controls)}
 
 
 def masters(whose: str, *names: str, **options: Json) -> dict[str, dict[str, Json]]:
@@ -88,40 +88,40 @@ class Ranked:
 
     def masks(self, wanted: Recipes) -> dict[str, Mask]:
         """Return the masks of some recipes, each after those that it refers to: a protocol keeps no order."""
-        made: dict[str, Mask] = {}
+        masks: dict[str, Mask] = {}
 
         def make(name: str) -> None:
-            if name not in made:
+            if name not in masks:
                 for key in ("of", "nest", "like"):
                     if key in wanted[name]:
                         make(wanted[name][key])
-                made[name] = self._mask(wanted[name], made)
+                masks[name] = self._mask(wanted[name], masks)
 
         for name in wanted:
             make(name)
-        return {name: made[name] for name in wanted}
+        return {name: masks[name] for name in wanted}
 
-    def _mask(self, recipe: Mapping[str, Json], made: Mapping[str, Mask]) -> Mask:
+    def _mask(self, recipe: Mapping[str, Json], masks: Mapping[str, Mask]) -> Mask:
         if "of" in recipe:
-            return made[recipe["of"]].shuffled(recipe["shuffle"])
+            return masks[recipe["of"]].shuffled(recipe["shuffle"])
         if "random" in recipe:
             return drawn(self.sizes, recipe["share"], recipe["random"], self.tile, recipe.get("within"))
         if "only" in recipe:
             share = self.sizes[recipe["only"]] / sum(self.sizes.values())
             return whole_tensors({recipe["only"]: 0.0}, self.sizes, share, "one tensor", self.tile)
         if "whole" in recipe:
-            return self._whole(recipe, made)
+            return self._whole(recipe, masks)
         if recipe["score"] == REHEARSED:
             scores = self.attributed(recipe["rehearsal"])
         else:
             scores = {n: sums[:, SCORES.index(recipe["score"])] for n, sums in self.sums().items()}
         means = {n: np.asarray(scores[n]) / tile_sizes(size, self.tile) for n, size in self.sizes.items()}
-        keep = made[recipe["nest"]] if "nest" in recipe else None
+        keep = masks[recipe["nest"]] if "nest" in recipe else None
         return choose(means, self.sizes, recipe["share"], recipe["score"], tile=self.tile, keep=keep)
 
-    def _whole(self, recipe: Mapping[str, Json], made: Mapping[str, Mask]) -> Mask:
+    def _whole(self, recipe: Mapping[str, Json], masks: Mapping[str, Mask]) -> Mask:
         if "draw" in recipe:
-            spent = made[recipe["like"]].payload_bytes / made[recipe["like"]].blanket_bytes
+            spent = masks[recipe["like"]].payload_bytes / masks[recipe["like"]].blanket_bytes
             ranks = {n: float(Stream(seed=recipe["draw"], name=n, step=0).words(1)[0]) for n in self.sizes}
             return whole_tensors(ranks, self.sizes, spent, "random tensors", self.tile)
         sign = -1.0 if recipe.get("anti") else 1.0
@@ -130,16 +130,16 @@ class Ranked:
 
 
 def described(
-    made: Mapping[str, Mask], group_of: Mapping[str, str], beside: Mapping[str, Mask] | None = None
+    masks: Mapping[str, Mask], group_of: Mapping[str, str], beside: Mapping[str, Mask] | None = None
 ) -> dict[str, Json]:
     """Describe masks for a record: budgets, tiles by group, tiles shared with others of the same name."""
-    tiles: dict[str, Counter[str]] = {name: Counter() for name in made}
-    for name, mask in made.items():
+    tiles: dict[str, Counter[str]] = {name: Counter() for name in masks}
+    for name, mask in masks.items():
         for tensor, chosen in mask.tiles.items():
             tiles[name][group_of[tensor]] += int(chosen.sum())
-    said: dict[str, Json] = {"budget": {name: mask.budget for name, mask in made.items()}, "tiles": tiles}
+    said: dict[str, Json] = {"budget": {name: mask.budget for name, mask in masks.items()}, "tiles": tiles}
     if beside is not None:
-        said["shared"] = {name: beside[name].overlap(mask) for name, mask in made.items() if name in beside}
+        said["shared"] = {name: beside[name].overlap(mask) for name, mask in masks.items() if name in beside}
     return said
 
 
@@ -185,16 +185,16 @@ class Silent:
 # ---- keeping and reading them -----------------------------------------------------------------------------
 
 
-def pack(made: Mapping[str, Mask]) -> bytes:
+def pack(masks: Mapping[str, Mask]) -> bytes:
     """Masks of the same tensors and tiles as one file, a bit a tile; :func:`unpacked` gives them back."""
-    first = next(iter(made.values()))
+    first = next(iter(masks.values()))
     bits = {
         name: torch.from_numpy(np.packbits(np.concatenate([t.numpy() for t in mask.tiles.values()])))
-        for name, mask in made.items()
+        for name, mask in masks.items()
     }
     said = {
         "sizes": list(first.sizes.items()), "tile": first.tile,
-        "masks": {name: [mask.score, mask.budget] for name, mask in made.items()},
+        "masks": {name: [mask.score, mask.budget] for name, mask in masks.items()},
     }  # fmt: skip
     return b"".join(tensors.content(bits, {_KEY: json.dumps(said)}))
 
@@ -215,13 +215,13 @@ def _unpacked(bits: Mapping[str, torch.Tensor], said: Json) -> dict[str, Mask]:
     counts = [tiles_of(size, tile) for size in sizes.values()]
     if any((sum(counts) + 7) // 8 != t.numel() or t.dtype != torch.uint8 for t in bits.values()):
         raise ValueError(f"a mask of these sizes has {sum(counts)} bits")
-    made = {}
+    masks = {}
     for name, (score, budget) in said["masks"].items():
         flags = np.unpackbits(bits[name].numpy(), count=sum(counts)).astype(bool)
         parts = np.split(flags, np.cumsum(counts)[:-1])
         tiles = {n: torch.from_numpy(part.copy()) for n, part in zip(sizes, parts, strict=True)}
-        made[name] = Mask(tiles=tiles, sizes=sizes, score=score, budget=budget, tile=tile)
-    return made
+        masks[name] = Mask(tiles=tiles, sizes=sizes, score=score, budget=budget, tile=tile)
+    return masks
 
 
 def read_named(running: Running, where: Mapping[str, str]) -> Mask:

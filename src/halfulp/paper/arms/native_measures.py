@@ -96,10 +96,10 @@ def residual_correlation(unit: Unit, scope: str) -> MaybeFloat:
 
 def macro_ratio(bundle: Bundle, records: Records, scope: str) -> Values:
     """By condition: the mean centred RMSE of the source over that of the strongest source-free predictors."""
-    made: dict[str, float | None] = {}
+    ratios: dict[str, float | None] = {}
     for condition in bundle.conditions:
         units = bundle.over(records, condition)
         ours = np.mean([against(u, scope, predictor="frozen").centred_rmse for u in units])
         best = np.mean([against(u, scope, predictor=strongest(u, scope)).centred_rmse for u in units])
-        made[condition] = float(ours / best) if best else None
-    return made
+        ratios[condition] = float(ours / best) if best else None
+    return ratios

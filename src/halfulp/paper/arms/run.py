@@ -132,10 +132,10 @@ def _score(
     def attributed(rehearsal: int) -> Mapping[str, Any]:
         return trace.attribution(named[specs[rehearsal]])
 
-    made = Ranked(sizes, arm.tile, trace.scores, attributed, silent).masks(arm.make)
-    running.attach(PACKED, pack(made))
+    masks = Ranked(sizes, arm.tile, trace.scores, attributed, silent).masks(arm.make)
+    running.attach(PACKED, pack(masks))
     parts = {t["name"]: _part(t["name"], t["group"]) for t in trace.tensors}
-    record["masks"] = described(made, parts, {} if arm.masks is None else read_packed(running, arm.masks))
+    record["masks"] = described(masks, parts, {} if arm.masks is None else read_packed(running, arm.masks))
     record["masks"] |= {"silent": dict(silent)} if silent else {}
 
 
@@ -195,8 +195,8 @@ def _evidence(arm: Arm, training: Training, record: dict[str, Json]) -> Iterator
     read = () if arm.model.tied else ("transformer.wte.weight", "transformer.wpe.weight")
     parts = -(-arm.recipe.batch // (arm.recipe.micro or arm.recipe.batch))
     expected = dispatch.expected(parts * dispatch.products(training.model, read))
-    made = {"update": update, "calls": seen.calls, "kernels": seen.kernels, "shapes": seen.shapes}
-    record.setdefault("dispatch", []).append({**made, "expected": expected})
+    products = {"update": update, "calls": seen.calls, "kernels": seen.kernels, "shapes": seen.shapes}
+    record.setdefault("dispatch", []).append({**products, "expected": expected})
 
 
 def _replayed(running: Running, arm: Arm, training: Training) -> dict[str, Json]:
@@ -224,16 +224,16 @@ def _sizes(model: Decoder) -> dict[str, int]:
 
 def rehearsals(running: Running, arm: Arm) -> dict[str, Spec]:
     """Return the rehearsals of an arm under its own names; masks are those that an earlier stage attached."""
-    made: dict[str, Spec] = {}
+    specs: dict[str, Spec] = {}
     for spec in arm.rehearse:
         grid, _, how = spec.partition(":")
         name = how.removeprefix("tiles(").removesuffix(")")
         if name == how:
-            made[spec] = spec
+            specs[spec] = spec
         else:
             assert arm.masks is not None
-            made[spec] = (spec, grid, read_named(running, {**arm.masks, "name": name}).policy())
-    return made
+            specs[spec] = (spec, grid, read_named(running, {**arm.masks, "name": name}).policy())
+    return specs
 
 
 def _silent(arm: Arm, model: Decoder) -> Silent:

@@ -112,16 +112,16 @@ def tables(
     bundle: Bundle, *, warmup: bool = True, scopes: Sequence[str] = ()
 ) -> dict[str, Callable[[Records], Table]]:
     """Return the tables that a bundle's records fill; ``scopes`` of never-moved shares, core by default."""
-    made: Tables = {"losses": partial(losses, bundle)}
+    tables: Tables = {"losses": partial(losses, bundle)}
     if len(bundle.matched) > 1:
-        made["recovery"] = partial(recovery, bundle)
+        tables["recovery"] = partial(recovery, bundle)
     if bundle.scopes:
-        made["forecasts"] = partial(forecasts, bundle, warmup=warmup)
-    made["evaluation noise"] = partial(noise, bundle)
+        tables["forecasts"] = partial(forecasts, bundle, warmup=warmup)
+    tables["evaluation noise"] = partial(noise, bundle)
     if bundle.rehearse:
-        made["loss forecasts"] = partial(loss_forecasts, bundle)
-    made["visibility"] = partial(visibility, bundle, scopes=tuple(scopes) or ("core",))
-    return made
+        tables["loss forecasts"] = partial(loss_forecasts, bundle)
+    tables["visibility"] = partial(visibility, bundle, scopes=tuple(scopes) or ("core",))
+    return tables
 
 
 def _anchor(bundle: Bundle) -> str:
@@ -157,12 +157,12 @@ def masks(bundle: Bundle, records: Records, beside: str) -> Table:
     units = {unit.name: unit for unit in bundle.over(records)}
     if bundle.masked is not None and bundle.masked.source is not None:
         units = {"source": next(iter(units.values()))}
-    made = {name: unit.masks("source") for name, unit in units.items()}
+    by_unit = {name: unit.masks("source") for name, unit in units.items()}
     parts = list(
-        dict.fromkeys(part for m in made.values() for tiles in m["tiles"].values() for part in tiles)
+        dict.fromkeys(part for m in by_unit.values() for tiles in m["tiles"].values() for part in tiles)
     )
     rows: list[tuple[str | float | None, ...]] = []
-    for unit, masks in made.items():
+    for unit, masks in by_unit.items():
         packed = units[unit].packed("source")
         for name, tiles in masks["tiles"].items():
             total = sum(tiles.values())

@@ -99,13 +99,13 @@ class CertifiableProblem:
 
     def runs(self, steps: int) -> dict[str, Array]:
         """Return every execution of this problem, by name."""
-        made = {
+        paths = {
             "forwards": self.executed(steps, backwards=False),
             "backwards": self.executed(steps, backwards=True),
         }
         if self.family != "logistic":
-            made["rational"] = self.exact(steps)
-        return {name: np.array(list(codes)) for name, codes in made.items()}
+            paths["rational"] = self.exact(steps)
+        return {name: np.array(list(codes)) for name, codes in paths.items()}
 
 
 def nearest(x: Fraction, grid: Grid) -> float:

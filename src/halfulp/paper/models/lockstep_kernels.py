@@ -86,7 +86,7 @@ def forecast(w: Any, d: Any, k: Any, primary: Any, rows: Any, levels: Any, step:
     for i in range(w.size):
         x, at = z[i], landed[i]
         finite = abs(x) < np.inf
-        held = finite and at == code[i]
+        holds = finite and at == code[i]
         size = bits_of(abs(at))
         gamma, width = 0.0, 1.0
         if finite and size + one <= k[TOP]:  # neighbours of a pattern are one unit of its last kept bit away
@@ -103,11 +103,11 @@ def forecast(w: Any, d: Any, k: Any, primary: Any, rows: Any, levels: Any, step:
             symmetric = level(abs(abs(d[i]) - ulp / 2.0) / ulp)
             small = abs(d[i]) < ulp / 2.0
         gammas[i] = gamma if finite else -1.0
-        levels[0, i], levels[1, i], levels[2, i], levels[3, i] = exact, symmetric, held, small
+        levels[0, i], levels[1, i], levels[2, i], levels[3, i] = exact, symmetric, holds, small
         total[0, exact] += 1
         total[1, symmetric] += 1
-        step[FORECAST] += held
-        step[SURE] += held and exact > primary
+        step[FORECAST] += holds
+        step[SURE] += holds and exact > primary
         step[OPEN] += exact <= primary
 
 

@@ -43,21 +43,21 @@ class _TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation and count what it makes."""
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self.see(tensor)
-        return made
+        return out
 
 
 def counted(training: Training) -> int:
     """Count the bytes of tensors at the peak of one update, weights and states among them."""
-    held = _TensorBytes()
+    tensors = _TensorBytes()
     for tensor in (*training.model.parameters(), *_states(training.optimizer), *_policy(training.optimizer)):
-        held.see(tensor)
-    with held:
+        tensors.see(tensor)
+    with tensors:
         training.step()
-    return held.most
+    return tensors.most
 
 
 def kept(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:

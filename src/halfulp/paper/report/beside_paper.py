@@ -191,9 +191,9 @@ def _section(name: str, closed: Closed) -> Iterator[str]:
     if ours:
         yield f"{MARK.strip()} The threshold is ours: {OURS}."
     for title, make in module.STUDY.tables.items():
-        made = make(closed.records)
-        rows = [[value if isinstance(value, str) else short(value) for value in row] for row in made.rows]
-        yield _folded(title, [cell(made.caption), _table(made.columns, rows)])
+        table = make(closed.records)
+        rows = [[value if isinstance(value, str) else short(value) for value in row] for row in table.rows]
+        yield _folded(title, [cell(table.caption), _table(table.columns, rows)])
     claims = module.CLAIMS
     notes = list(dict.fromkeys(c.note for c in claims if c.note))
     yield _table(
@@ -215,12 +215,12 @@ def _folded(title: str, parts: Sequence[str]) -> str:
 def terms(studies: Mapping[str, Closed]) -> str:
     """Return the tables of words, as Markdown."""
     parts = ["# Definitions, regimes and evidence", TERMS_INTRODUCTION]
-    for title, made in zip(
+    for title, table in zip(
         ("Definitions", "Regimes", "Evidence"), tables({n: c.records for n, c in studies.items()}),
         strict=True,
     ):  # fmt: skip
-        rows = [[value if isinstance(value, str) else short(value) for value in row] for row in made.rows]
-        parts += [f"## {title}", cell(made.caption), _table(made.columns, rows)]
+        rows = [[value if isinstance(value, str) else short(value) for value in row] for row in table.rows]
+        parts += [f"## {title}", cell(table.caption), _table(table.columns, rows)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -294,9 +294,9 @@ def write(studies: Path, scale: str, out: Path) -> list[Path]:
     if closed:
         written["terms.md"] = terms(closed)
         written["recoveries.tsv"] = won_back.table({name: one.result for name, one in closed.items()})
-    made = {name: text.encode() for name, text in written.items()} | _figures(by_study, closed)
-    files.put_all([(out / name, content) for name, content in made.items()], out)
-    return [out / name for name in made]
+    contents = {name: text.encode() for name, text in written.items()} | _figures(by_study, closed)
+    files.put_all([(out / name, content) for name, content in contents.items()], out)
+    return [out / name for name in contents]
 
 
 def _labels(studies: Path) -> str:

@@ -133,12 +133,12 @@ UNMET = (
 
 def tables(runs: Bundle, beside: str = "") -> dict[str, Any]:
     """Losses, recoveries, recoveries as forecast; where masks lie, and what they share with one of them."""
-    made: dict[str, Any] = {"losses": partial(losses, runs), "recovery": partial(recovery, runs)}
+    tables: dict[str, Any] = {"losses": partial(losses, runs), "recovery": partial(recovery, runs)}
     if len(runs.rehearse) > 1:
-        made["forecast recoveries"] = partial(forecast_recoveries, runs)
+        tables["forecast recoveries"] = partial(forecast_recoveries, runs)
     if beside:
-        made["masks"] = partial(masks, runs, beside=beside)
-    return made
+        tables["masks"] = partial(masks, runs, beside=beside)
+    return tables
 
 
 def figure(runs: Bundle, highlight: str, faint: Sequence[str] = ()) -> dict[str, Any]:

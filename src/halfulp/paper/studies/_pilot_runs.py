@@ -54,9 +54,9 @@ class DecoderRun:
     """A decoder on text; the loop is that of :class:`~halfulp.paper.models.training.Training`."""
 
     def __init__(
-        self, arm: Arm, optimizer: str, tokens: np.ndarray[Any, Any], held: np.ndarray[Any, Any]
+        self, arm: Arm, optimizer: str, tokens: np.ndarray[Any, Any], held_out: np.ndarray[Any, Any]
     ) -> None:
-        self.arm, self.tokens, self.held = arm, tokens, held
+        self.arm, self.tokens, self.held_out = arm, tokens, held_out
         self.model = Decoder(arm.model, seed=arm.seed)
         self.optimizer = _optimizer(optimizer, self.model, arm)
 
@@ -78,10 +78,10 @@ class DecoderRun:
     def evaluate(self) -> float:
         recipe, losses = self.arm.recipe, []
         for i in range(recipe.eval_batches):
-            choices = len(self.held) - recipe.context
+            choices = len(self.held_out) - recipe.context
             begin = starts(recipe.eval_seed, "evaluation", i, recipe.batch, choices)
             losses.append(
-                float(self.model.loss(*sequences(self.held, begin, recipe.context, torch.device("cpu"))))
+                float(self.model.loss(*sequences(self.held_out, begin, recipe.context, torch.device("cpu"))))
             )
         return sum(losses) / len(losses)
 
@@ -134,8 +134,8 @@ def training(config: Mapping[str, Json], file: Callable[[str], Path]) -> rungs.F
         make: Any = partial(ClassifierRun, schedule, given["batch"], given["seed"])
         return rungs.Factory(make=make, updates=schedule.horizon, formats=formats)
     arm = Arm.from_json(config["arm"])
-    tokens, held = open_corpus(file, arm.corpus, arm.model.vocabulary)
-    make = partial(DecoderRun, arm, config.get("optimizer", "adamw"), tokens, held)
+    tokens, held_out = open_corpus(file, arm.corpus, arm.model.vocabulary)
+    make = partial(DecoderRun, arm, config.get("optimizer", "adamw"), tokens, held_out)
     return rungs.Factory(make=make, updates=arm.recipe.updates, formats=formats)
 
 
@@ -249,10 +249,10 @@ def pilot(running: Running) -> dict[str, Json]:
 def forecast(running: Running) -> dict[str, Json]:
     """Run a cell that forecasts what every budget buys of a unit."""
     record, config = running.read("pilot", running.config["unit"]), running.config
-    made = {}
+    by_budget = {}
     for budget in config["budgets"]:
         each = bought(record, config, budget)
-        made[f"{budget:g}"] = {
+        by_budget[f"{budget:g}"] = {
             spec: {
                 "gap": finite(e.gap), "low": finite(e.low), "high": finite(e.high), "kind": e.kind,
                 "trusted": e.trusted, "floor": e.floor,
@@ -266,7 +266,7 @@ def forecast(running: Running) -> dict[str, Json]:
             for kind, gap in gaps(seen).items():
                 by_kind[spec][f"fork {float(share):.0%}" if kind == "fork" else kind] = finite(gap)
     old = {spec: None if x is None else finite(x - real) for spec, x in record["old"].items()}
-    return {"reference": real, "budgets": made, "old": old, "estimators": by_kind}
+    return {"reference": real, "budgets": by_budget, "old": old, "estimators": by_kind}
 
 
 def outcome(running: Running) -> dict[str, Json]:

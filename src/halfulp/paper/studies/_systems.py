@@ -107,8 +107,8 @@ def unaccounted(records: Records, arm: str, mask: str) -> Values:
     masks = next(iter(records["source"].values()))["masks"]
     stated = masks["budget"][mask] + INDEX_BYTES * sum(masks["tiles"][mask].values())
     return {
-        name: held - stated
-        for name, held in zip(records["costs"], column(records, arm, "policy_bytes"), strict=True)
+        name: measured - stated
+        for name, measured in zip(records["costs"], column(records, arm, "policy_bytes"), strict=True)
     }
 
 

@@ -33,12 +33,12 @@ def apart(outcomes: Records) -> Values:
     """How far the loss is from that of the evidence's own ECO arm, nats."""
     assert isinstance(outcomes, Outcomes)
     before = outcomes.evidence[EVIDENCE]["outcome"]
-    made = {}
+    distances = {}
     for unit in RUNS.over(outcomes):
         ours = measures.loss(unit, "eco")
         theirs = records.loss(before[prospective_modern.RUNS.cell(unit.name, "eco")])
-        made[unit.name] = None if ours is None or theirs is None else abs(ours - theirs)
-    return made
+        distances[unit.name] = None if ours is None or theirs is None else abs(ours - theirs)
+    return distances
 
 
 STUDY = shared.study(

@@ -68,8 +68,8 @@ def ladder(config: Config, policy: str) -> Iterator[Cell]:
         for seed in SEEDS:
             arm = replace(Arm.from_json(config["arm"]), grid=grid, policy=policy, seed=seed)
             for rung in config["rungs"]:
-                made = _with_peak(arm, config["middle"] * 2.0**rung)
-                yield Cell(name=f"{name}-{seed}-{rung:+d}", config={"arm": made.to_json(), "rung": rung})
+                scaled = _with_peak(arm, config["middle"] * 2.0**rung)
+                yield Cell(name=f"{name}-{seed}-{rung:+d}", config={"arm": scaled.to_json(), "rung": rung})
 
 
 def nearest(config: Config) -> Iterator[Cell]:
@@ -91,8 +91,8 @@ def masters(config: Config) -> Iterator[Cell]:
     for name, grid in GRIDS.items():
         for seed in SEEDS:
             arm = replace(Arm.from_json(config["arm"]), grid=grid, policy="master", seed=seed)
-            made = {"arm": arm.to_json(), "forecast": f"{name}-{seed}"}
-            yield Cell(name=f"{name}-{seed}-forecast", config=made)
+            settings = {"arm": arm.to_json(), "forecast": f"{name}-{seed}"}
+            yield Cell(name=f"{name}-{seed}-forecast", config=settings)
 
 
 def train(running: Running) -> dict[str, Json]:
@@ -155,8 +155,9 @@ def units(records: Records) -> list[str]:
 
 def rungs(records: Records, stage: str, unit: str) -> list[Mapping[str, Json]]:
     """Return the runs of a unit's ladder, lowest rate first."""
-    made = [r for cell, r in records[stage].items() if cell.startswith(f"{unit}-") and "forecast" not in cell]
-    return sorted(made, key=lambda r: float(r["rate"]))
+    cells = records[stage].items()
+    measured = [r for cell, r in cells if cell.startswith(f"{unit}-") and "forecast" not in cell]
+    return sorted(measured, key=lambda r: float(r["rate"]))
 
 
 def gain(records: Records) -> Values:
@@ -166,12 +167,12 @@ def gain(records: Records) -> Values:
 
 def inside(records: Records) -> Values:
     """Rungs between a best one and the nearer end of its ladder, the fewer of both policies."""
-    made: dict[str, float | None] = {}
+    margins: dict[str, float | None] = {}
     for unit in units(records):
         each = [rungs(records, stage, unit) for stage in ("nearest", "outcome")]
         places = [(lowest(runs)[1], len(runs)) for runs in each]
-        made[unit] = float(min(min(i, n - 1 - i) for i, n in places))
-    return made
+        margins[unit] = float(min(min(i, n - 1 - i) for i, n in places))
+    return margins
 
 
 def nearest_rate(records: Records) -> Values:
@@ -223,11 +224,11 @@ def cost(records: Records) -> Values:
 
 def cost_of_same(records: Records) -> Values:
     """Loss of masters at the best rung of nearest above the best of their ladder, nats."""
-    made = {}
+    costs = {}
     for unit in units(records):
         rung = records["forecast"][unit]["rung"]
-        made[unit] = _above(records, unit, rungs(records, "outcome", unit)[rung]["loss"])
-    return made
+        costs[unit] = _above(records, unit, rungs(records, "outcome", unit)[rung]["loss"])
+    return costs
 
 
 def _above(records: Records, unit: str, loss: float | None) -> float | None:
@@ -236,11 +237,11 @@ def _above(records: Records, unit: str, loss: float | None) -> float | None:
 
 
 def _log2_ratio(over: Values, under: Values) -> Values:
-    made: dict[str, float | None] = {}
+    ratios: dict[str, float | None] = {}
     for unit, a in over.items():
         b = under[unit]
-        made[unit] = math.log2(a / b) if a is not None and b is not None and a > 0 else None
-    return made
+        ratios[unit] = math.log2(a / b) if a is not None and b is not None and a > 0 else None
+    return ratios
 
 
 def matched(records: Records) -> Values:

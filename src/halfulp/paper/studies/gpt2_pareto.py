@@ -93,7 +93,7 @@ def quality(records: Records) -> Values:
 
 def points(records: Records) -> dict[str, Point]:
     """Return the recovery and costs of every choice, before the source's trace is paid for."""
-    units, made = RUNS.over(records), {}
+    units, by_arm = RUNS.over(records), {}
     updates = units[0].run("rne")["updates"]
     for arm in CHOICES:
         won = [0.0 if arm == "rne" else measures.recovery(u, arm) for u in units]
@@ -105,8 +105,8 @@ def points(records: Records) -> dict[str, Point]:
             "storage": max(systems.column(records, arm, "persistent_bytes")),
             "wall": updates * statistics.median(systems.column(records, arm, "seconds")),
         }
-        made[arm] = Point(statistics.mean(v for v in won if v is not None), costs)
-    return made
+        by_arm[arm] = Point(statistics.mean(v for v in won if v is not None), costs)
+    return by_arm
 
 
 def trace_wall(records: Records) -> float:
@@ -145,12 +145,12 @@ def budgets(records: Records) -> Table:
     """Means over targets by budget, as the paper prints them."""
     rows: list[tuple[str | float | None, ...]] = []
     for p in BUDGETS:
-        held = margins(records, p)
-        mean = {k: statistics.mean(v for v in values if v is not None) for k, values in held.items()}
-        least = min(v for v in held["recovery"] if v is not None)
+        by_measure = margins(records, p)
+        mean = {k: statistics.mean(v for v in values if v is not None) for k, values in by_measure.items()}
+        least = min(v for v in by_measure["recovery"] if v is not None)
         ours = mean["recovery"]
         rows.append((f"{p}%", ours, least, ours - mean["transfer"], ours - mean["separation"],
-                     mean["transfer"], "pass" if passes(held) else "fail"))  # fmt: skip
+                     mean["transfer"], "pass" if passes(by_measure) else "fail"))  # fmt: skip
     return Table(
         columns=("payload", "source-P", "least", "target-P", "control", "source less target", "quality"),
         rows=rows, caption="Means over the targets of the share of the gap won back.",
@@ -159,12 +159,12 @@ def budgets(records: Records) -> Table:
 
 def choices(records: Records) -> Table:
     """Tabulate the quality and cost of every choice, and the reuse counts at which it survives."""
-    made, trace = points(records), trace_wall(records)
+    by_arm, trace = points(records), trace_wall(records)
     rows: list[tuple[str | float | None, ...]] = []
-    for name, point in made.items():
+    for name, point in by_arm.items():
         lists = []
         for within in (WITHIN, Tolerance()):
-            kept = [str(n) for n in REUSE if name in survivors(reused(made, trace, n), within)]
+            kept = [str(n) for n in REUSE if name in survivors(reused(by_arm, trace, n), within)]
             lists.append(", ".join(kept) or "none")
         rows.append((name, point.quality, *point.costs.values(), *lists))
     return Table(
@@ -178,8 +178,8 @@ def choices(records: Records) -> Table:
 def curve(records: Records) -> Any:
     """Draw the recovery against the bytes that a policy keeps, with the choices that no cheaper one beats."""
     arms = [arm for arm in RUNS.arms if arm in CHOICES or arm.startswith(("target", "control"))]
-    held = {arm: max(systems.column(records, arm, "policy_bytes")) for arm in CHOICES}
-    kept = {arm: held.get(arm, held[f"source-P-{arm.rpartition('-')[2]}"] if "-" in arm else 0.0)
+    payload = {arm: max(systems.column(records, arm, "policy_bytes")) for arm in CHOICES}
+    kept = {arm: payload.get(arm, payload[f"source-P-{arm.rpartition('-')[2]}"] if "-" in arm else 0.0)
             for arm in arms}  # fmt: skip
     known = {
         arm: [0.0 if arm == "rne" else measures.recovery(u, arm) for u in RUNS.over(records)] for arm in arms

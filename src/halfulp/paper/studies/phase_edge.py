@@ -44,14 +44,14 @@ def arm_cells(config: Config) -> Iterator[Cell]:
 
 def reference_cells(config: Config) -> Iterator[Cell]:
     """Yield the reference of each rate and seed, audited for the mantissas that are run at that rate."""
-    made: dict[str, Cell] = {}
+    cells: dict[str, Cell] = {}
     for cell in arm_cells(config):
         given = dict(cell.config)
         name, m = cell.name.rpartition(".")[0], given.pop("mantissa")
-        so_far = made[name].config["mantissas"] if name in made else []
+        so_far = cells[name].config["mantissas"] if name in cells else []
         given.pop("only")
-        made[name] = Cell(name=name, config={**given, "mantissas": [*so_far, m]})
-    yield from made.values()
+        cells[name] = Cell(name=name, config={**given, "mantissas": [*so_far, m]})
+    yield from cells.values()
 
 
 # ---- what is computed -------------------------------------------------------------------------------------
@@ -77,11 +77,11 @@ def on_the_papers_side(records: Records) -> dict[str, np.ndarray[tuple[int], np.
     """By mantissa: which draws of six have medians that put both rates where the paper's window has them."""
     learned = by_edge(records)
     drawn = draws(len(next(iter(learned.values()))))
-    made = {}
+    by_mantissa = {}
     for m in sorted({m for m, _ in learned}):
         low, high = (np.median(np.array(learned[m, x])[drawn], axis=1) >= LEARNED for x in SIDES)
-        made[f"m{m}"] = high & (low if m == 1 else ~low)
-    return made
+        by_mantissa[f"m{m}"] = high & (low if m == 1 else ~low)
+    return by_mantissa
 
 
 def share_of_draws(records: Records) -> Values:

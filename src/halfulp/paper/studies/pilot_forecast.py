@@ -124,12 +124,12 @@ def outcomes(config: Config) -> Iterator[Cell]:
 
 def cells(records: Records) -> dict[str, tuple[str, str, float]]:
     """Unit, format and measured gap of every cell."""
-    made = {}
+    by_cell = {}
     for name, entry in records["forecast"].items():
         for place, spec in enumerate(spec for spec in FORMATS if spec in entry["old"]):  # as in outcomes()
             measured = loss(records["outcome"][f"{name}-{place}"]["loss"]) - entry["reference"]
-            made[f"{name} {spec}"] = (name, spec, measured)
-    return made
+            by_cell[f"{name} {spec}"] = (name, spec, measured)
+    return by_cell
 
 
 def material(records: Records) -> dict[str, tuple[str, str, float]]:
@@ -150,11 +150,11 @@ def gap(records: Records) -> Values:
 
 def error(records: Records, budget: str) -> Values:
     """Distance of forecast over measured gap from one, where the format costs something."""
-    made: dict[str, float | None] = {}
+    errors: dict[str, float | None] = {}
     for cell, (unit, spec, measured) in material(records).items():
         entry = _forecast(records, unit, spec, budget)
-        made[cell] = None if entry is None else abs(entry / measured - 1.0)
-    return made
+        errors[cell] = None if entry is None else abs(entry / measured - 1.0)
+    return errors
 
 
 def median(records: Records, budget: str) -> Values:
@@ -174,7 +174,7 @@ def _over(values: Values, of: Any) -> float | None:
 
 def misordered(records: Records, budget: str) -> Values:
     """Pairs of formats in the wrong order, by unit: pairs that are more than 0.1 nats apart."""
-    made = {}
+    shares = {}
     for name, entry in records["forecast"].items():
         here = [(s, m) for n, s, m in cells(records).values() if n == name]
         wrong = 0
@@ -182,8 +182,8 @@ def misordered(records: Records, budget: str) -> Values:
             p, q = (_forecast(records, name, s, budget) for s in (a, b))
             if abs(x - y) > MATERIAL and (p is None or q is None or (p - q) * (x - y) <= 0):
                 wrong += 1
-        made[name] = float(wrong) if entry else None
-    return made
+        shares[name] = float(wrong) if entry else None
+    return shares
 
 
 def covered(records: Records, budget: str) -> Values:
@@ -199,11 +199,11 @@ def covered(records: Records, budget: str) -> Values:
 def trusted(records: Records, budget: str) -> Values:
     """The error of cells that were paid for and that the guard trusts."""
     each = error(records, budget)
-    made = {}
+    by_cell = {}
     for cell, (unit, spec, _) in material(records).items():
         if records["forecast"][unit]["budgets"][budget][spec]["trusted"]:
-            made[cell] = each[cell]
-    return made
+            by_cell[cell] = each[cell]
+    return by_cell
 
 
 # ---- pictures -----------------------------------------------------------------------------------------

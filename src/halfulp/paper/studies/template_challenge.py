@@ -85,9 +85,9 @@ def predict(running: Running) -> dict[str, Json]:
     template, base = np.mean(nearest, axis=0), np.mean(float32, axis=0)
     source = np.asarray(audit["forecast"]["source"]["frozen"][config["scope"]])
     matched = core(audit["reference"][config["target"]])
-    made = {"B_Y": template, "B_X": base, "X_S": source, "H_S": source + template - base}
-    made |= {"X_M": matched, "H_M": matched + template - base}
-    return {name: series.tolist() for name, series in made.items()}
+    predictors = {"B_Y": template, "B_X": base, "X_S": source, "H_S": source + template - base}
+    predictors |= {"X_M": matched, "H_M": matched + template - base}
+    return {name: series.tolist() for name, series in predictors.items()}
 
 
 def open_outcome(running: Running) -> dict[str, Json]:
@@ -111,7 +111,7 @@ def error(records: Records, predictor: str, part: str) -> Values:
 
 
 def _errors(records: Records, predictor: str, part: str = "rmse") -> dict[str, float]:
-    said = {target: made[predictor] for target, made in records["predictors"].items()}
+    said = {target: series[predictor] for target, series in records["predictors"].items()}
     return {
         target: getattr(compare(said[target], seen["measured"], warmup=seen["warmup"]), part)
         for target, seen in records["opened"].items()
