@@ -66,6 +66,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.line(f"{count:5d}  {reason}")
 
 
+@pytest.fixture(autouse=True)
+def main_module() -> Iterator[None]:
+    """Puts ``__main__`` back: a script that was run stays it, and multiprocessing would run it again."""
+    before = sys.modules["__main__"]
+    yield
+    sys.modules["__main__"] = before
+
+
 @pytest.fixture
 def threads() -> Iterator[None]:
     """Lets a test set the number of threads; puts it back."""
@@ -88,7 +96,6 @@ def halfulp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
 
     def call(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["halfulp", *map(str, args)])
-        monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # the script stays __main__
         before = list(sys.path)
         with pytest.raises(SystemExit) as stopped:
             cli.main()
