@@ -64,7 +64,7 @@ for command in COMMANDS:
 anything = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command(hidden=True, context_settings=anything)(calibrate)
 app.add_typer(data_app)
-study_app.command("report")(study_report)
+study_app.command("report", cls=Command)(grouped(study_report))
 app.add_typer(study_app)
 for plugin in plugins.installed():
     plugin.register(app)

@@ -15,7 +15,7 @@ import typer
 from halfulp.cli.audit_ending import Ending
 from halfulp.cli.console import NAMES, print_plain
 from halfulp.cli.entry import Command
-from halfulp.cli.option_groups import HELP_ALL, JSON, FailOptions, Program, is_given, listed, option
+from halfulp.cli.option_groups import JSON, FailOptions, Program, is_given, listed, option
 from halfulp.deprecation import CALIBRATION
 from halfulp.errors import UsageError
 from halfulp.outputs import check_output
@@ -211,7 +211,6 @@ def audit(
     fail: FailOptions,
     require: Annotated[Path | None, option("Terms that must hold, those of hu.require: a TOML file.")] = None,
     as_json: JSON = False,
-    help_all: Annotated[bool, HELP_ALL] = False,
 ) -> None:
     """Run a training script, a module or a command, and record what each grid would lose."""
     from halfulp.audit.rehearsal.specs import Rehearse

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 SHARES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 """The shares of weights for which ``--json`` gives the learning rate from which on they could move."""
+STEP = "The step"
+"""The panel of options that ``--help`` leaves to ``--help-all``."""
 LISTED = 12
 """The number of tensors that are listed without ``--all``."""
 
@@ -35,15 +37,16 @@ class StepOptions:
             "that Adam makes of any gradients; or a number, times lr."
         ),
     ] = "step"
-    betas: Annotated[str, option("Adam's, from which its worst case follows.")] = "0.9,0.999"
+    betas: Annotated[str, option("Adam's, from which its worst case follows.", panel=STEP)] = "0.9,0.999"
     rare: Annotated[
         str | None,
         option(
             "Tensors whose rows see gradients rarely, such as '*embed*', separated by commas: for them "
-            "the worst case counts."
+            "the worst case counts.",
+            panel=STEP,
         ),
     ] = None
-    weight_decay: Annotated[float, option("Decoupled weight decay; with --lr.")] = 0.0
+    weight_decay: Annotated[float, option("Decoupled weight decay; with --lr.", panel=STEP)] = 0.0
     grid: Annotated[
         str | None,
         option(

@@ -25,7 +25,7 @@ def figures(
     if not set(kinds) <= {"svg", "pdf"}:
         raise UsageError(f"formats are svg and pdf, not {formats!r}.")
     require("matplotlib")
-    from halfulp.cli.study_command import say_code
+    from halfulp.cli.study_options import say_code
     from halfulp.report.figures import write_figures
 
     check_output(out / "figure")

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -21,24 +21,32 @@ from halfulp.text import count, shown
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Show typer every field of the dataclasses that a command takes as a parameter of its own."""
+    """Show typer every field of the dataclasses that a command takes as a parameter of its own.
+
+    A command of which an option is hidden in a panel (see `option`) gets ``--help-all`` as well.
+    """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, type[Any]] = {}
+
+    def add(name: str, annotation: Any, default: Any) -> None:
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
+
     for p in inspect.signature(command, eval_str=True).parameters.values():
         if not is_dataclass(p.annotation):
-            parameters.append(p.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            add(p.name, p.annotation, p.default)
             continue
         assert isinstance(p.annotation, type)
         groups[p.name] = p.annotation
         hints = get_type_hints(p.annotation, include_extras=True)
         for field in fields(p.annotation):
-            default = inspect.Parameter.empty if field.default is MISSING else field.default
-            kind = inspect.Parameter.KEYWORD_ONLY
-            parameters.append(
-                inspect.Parameter(field.name, kind, default=default, annotation=hints[field.name])
-            )
+            add(field.name, hints[field.name], p.empty if field.default is MISSING else field.default)
+    settings = [setting for p in parameters for setting in get_args(p.annotation)[1:]]
+    if any(setting.rich_help_panel for setting in settings):
+        add("help_all", HELP_ALL, default=False)
 
     def call(**given: Any) -> None:
+        given.pop("help_all", None)
         instances = {
             name: group(**{field.name: given.pop(field.name) for field in fields(group)})
             for name, group in groups.items()
@@ -64,8 +72,11 @@ def _show_all(context: typer.Context, wanted: bool) -> None:
         raise typer.Exit
 
 
-HELP_ALL = typer.Option("--help-all", callback=_show_all, is_eager=True, help="Show all options and exit.")
-"""The option of a command whose help leaves options out (``hidden=True``)."""
+HELP_ALL = Annotated[
+    bool,
+    typer.Option("--help-all", callback=_show_all, is_eager=True, help="Show all options and exit."),
+]
+"""The option of a command whose help leaves options out."""
 
 
 def is_given(context: typer.Context, name: str) -> bool:

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from halfulp.cli.option_groups import option
-from halfulp.cli.study_command import OUT, PLACE, SCALE, in_short, opened, say_code
+from halfulp.cli.study_command import in_short
+from halfulp.cli.study_options import StudyPlace, say_code
 from halfulp.deprecation import CALIBRATION
 from halfulp.errors import UsageError
 from halfulp.outputs import check_output
@@ -51,9 +52,7 @@ def report(
 
 
 def study_report(
-    study: str = PLACE,
-    scale: str = SCALE,
-    out: Path | None = OUT,
+    place: StudyPlace,
     output: Annotated[
         Path | None,
         option("The page, one HTML file; default: gates and label on the terminal.", "--output", "-o"),
@@ -71,7 +70,7 @@ def study_report(
         check_output(output)
         if output.suffix == ".md":
             raise UsageError(f"The page of a study is HTML: write it to {output.with_suffix('.html')}.")
-    with opened(study, scale, out, code=output is not None and not no_code) as folder:
+    with place.opened(code=output is not None and not no_code) as folder:
         if output is not None:
             write(page([folder], code=not no_code), output)
             return
