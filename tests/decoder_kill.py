@@ -20,7 +20,7 @@ from decoder_cells import write_corpora
 from forks import killed
 from study.samples import quick_identity, tree
 
-from halfulp.study import engine, loading
+from halfulp.study import engine, loading, provenance
 
 EVIDENCE = {
     "template-challenge": {
@@ -32,8 +32,8 @@ EVIDENCE = {
 def made_up_text(folder: Path) -> None:
     """Studies find the text of `write_corpora` under the names of real ones."""
     place = write_corpora(folder)
-    loading.locate = lambda name, beside: place / name
-    loading.data.verify = lambda *given: None
+    provenance.locate = lambda name, beside: place / name
+    provenance.data.verify = lambda *given: None
 
 
 def run(name: str, out: Path, **options: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 from study.samples import SMALL, invoke, quick_identity, run, study_file, tree
 
 from halfulp import canonical
-from halfulp.study import gates, ledger, loading, open_closed
+from halfulp.study import gates, ledger, loading, open_closed, provenance
 from halfulp.study.declaration import Protocol
 from halfulp.study.gates import RecomputationError
 from halfulp.study.validate import validate
@@ -91,8 +91,8 @@ def test_other_code_is_stated_and_fails_only_if_asked(
     """Results stay valid when the package moves on, as long as recomputation agrees."""
     out = tmp_path / "out"
     run(study_file(tmp_path), out)
-    real = loading.code
-    monkeypatch.setattr(loading, "code", lambda source: real(source) | {"package": {"one.py": "1" * 64}})
+    real = provenance.code
+    monkeypatch.setattr(provenance, "code", lambda source: real(source) | {"package": {"one.py": "1" * 64}})
     code, text, _ = invoke(capsys, "study", "validate", str(out))
     assert code == 0
     assert "the sealed code itself: this halfulp differs in 1 place, code.package.one.py: was" in text
@@ -114,8 +114,8 @@ def test_code_that_moved_on_too_far_is_not_a_traceback(
     run(path, out)
     estimand = loading.load(str(path)).study.estimands[0]
     with pytest.MonkeyPatch.context() as patch:
-        environment = loading.environment()
-        patch.setattr(loading, "environment", lambda: environment | {"cpu": "another"})
+        environment = provenance.environment()
+        patch.setattr(provenance, "environment", lambda: environment | {"cpu": "another"})
         original = getattr(estimand, attribute)
         object.__setattr__(estimand, attribute, value)  # frozen for everybody else
         try:
@@ -156,8 +156,8 @@ def test_values_may_differ_by_rounding_only_on_another_machine(
     factor = 1 + 2**-50
     with pytest.raises(TamperingError, match="does not follow from the records"):
         validate(out)
-    environment = loading.environment()
-    monkeypatch.setattr(loading, "environment", lambda: environment | {"cpu": "another"})
+    environment = provenance.environment()
+    monkeypatch.setattr(provenance, "environment", lambda: environment | {"cpu": "another"})
     page = validate(out)
     assert page.exit_code == 0
     assert any("agree only to" in line for line in page.recomputed)

@@ -23,7 +23,7 @@ from halfulp.data import bpe, prepare
 from halfulp.errors import CorruptionError, TamperingError, UsageError
 from halfulp.paper.arms.arm import WEB
 from halfulp.paper.tokens import open_corpus
-from halfulp.study import loading
+from halfulp.study import provenance
 
 SHARDS = [["held out", "one", "two é"], ["out as well", "<|endoftext|>"], ["the last", "", "three"]]
 END = 256
@@ -84,12 +84,12 @@ def test_a_copy_becomes_token_files_that_studies_read(
     assert left_in(tmp_path) == ["prepared.json", "train.bin", "val.bin"]
     assert tokens_in(tmp_path) == written()
     monkeypatch.setenv(data.FOLDER, str(tmp_path))
-    sealed = loading.hash_data(("openwebtext/train.bin", "openwebtext/val.bin"), None)
+    sealed = provenance.hash_data(("openwebtext/train.bin", "openwebtext/val.bin"), None)
     assert {name.partition("/")[2]: one["sha256"] for name, one in sealed.items()} == digests
-    train, held_out = open_corpus(lambda name: loading.locate(name, None), WEB, 50304)
+    train, held_out = open_corpus(lambda name: provenance.locate(name, None), WEB, 50304)
     assert {"train": train.tolist(), "val": held_out.tolist()} == written()
     with pytest.raises(UsageError, match="another encoding than the model's: expected tokens below 256"):
-        open_corpus(lambda name: loading.locate(name, None), WEB, 256)
+        open_corpus(lambda name: provenance.locate(name, None), WEB, 256)
     assert make(tmp_path, copy / "gone") == digests  # nothing is asked for again
     (tmp_path / "openwebtext" / "val.bin").write_bytes(b"\0\0")
     with pytest.raises(TamperingError, match="are not those that were made"):

@@ -16,7 +16,7 @@ from study.samples import SMALL, study_file
 import halfulp as hu
 from halfulp.errors import UsageError
 from halfulp.paper import plugin
-from halfulp.study import engine, loading
+from halfulp.study import engine, loading, provenance
 from halfulp.study.declaration import Protocol
 from halfulp.study.loading import REGISTRY
 from halfulp.study.validate import validate
@@ -66,8 +66,8 @@ def test_committed_studies_declare_what_was_sealed() -> None:
 
 def test_the_closure_of_a_registered_study() -> None:
     """Its module with its table, what that imports, and nothing that only shows numbers."""
-    paths = loading.closure(None, "halfulp.paper.studies.emulator")
-    names = {path.relative_to(loading.PACKAGE).as_posix() for path in paths}
+    paths = provenance.closure(None, "halfulp.paper.studies.emulator")
+    names = {path.relative_to(provenance.PACKAGE).as_posix() for path in paths}
     assert {"paper/studies/emulator.py", "paper/studies/claims.py", "kernels/reference.py"} <= names
     unwanted = (
         "report/",

@@ -26,7 +26,7 @@ from halfulp.paper.models.decoder import LLAMA, NEOX, Decoder, inventory
 from halfulp.paper.models.training import Training, adamw
 from halfulp.paper.studies import dqt_int3, native_coupled_sr, native_schedule_shift
 from halfulp.paper.tokens import open_corpus
-from halfulp.study import engine, evidence, loading
+from halfulp.study import engine, evidence, loading, provenance
 from halfulp.study import validate as validation
 from halfulp.study.executor import Inline
 from halfulp.study.gates import decide, evaluate, judge
@@ -344,8 +344,8 @@ def test_dqt_is_killed_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found["same"]
     assert found["runs"] > 3
     quick_identity(monkeypatch)
-    monkeypatch.setattr(loading, "locate", lambda name, beside: tmp_path / name)
-    monkeypatch.setattr(loading.data, "verify", lambda *given: None)
+    monkeypatch.setattr(provenance, "locate", lambda name, beside: tmp_path / name)
+    monkeypatch.setattr(provenance.data, "verify", lambda *given: None)
     monkeypatch.setattr(validation, "Local", lambda opening, workers: Inline(opening))  # which sees that text
     folders = [tmp_path / how / "dqt-int3" for how in ("broken", "whole")]
     mine, expected = (

@@ -18,7 +18,7 @@ from study.forging import chain, events
 from study.samples import quick_identity, tree
 
 from halfulp.errors import TamperingError, UsageError
-from halfulp.study import engine, loading
+from halfulp.study import engine, loading, provenance
 from halfulp.study.validate import validate
 from halfulp.study.worker import Session
 
@@ -52,8 +52,8 @@ def closed() -> Iterator[tuple[Path, dict[str, Any]]]:
 @pytest.fixture
 def studies(closed: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Path:
     quick_identity(monkeypatch)
-    monkeypatch.setattr(loading, "locate", lambda name, beside: closed[0] / name)
-    monkeypatch.setattr(loading.data, "verify", lambda *given: None)
+    monkeypatch.setattr(provenance, "locate", lambda name, beside: closed[0] / name)
+    monkeypatch.setattr(provenance.data, "verify", lambda *given: None)
     return closed[0] / "whole"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from halfulp import canonical, cli
-from halfulp.study import engine, loading
+from halfulp.study import engine, loading, provenance
 from halfulp.study.validate import validate
 
 SMALL = """
@@ -179,11 +179,11 @@ def quick_identity(monkeypatch: pytest.MonkeyPatch | None = None) -> None:
         return {"version": "0", "files": {}}
 
     if monkeypatch is None:
-        loading.code, loading.noted, loading.git_state = code, noted, lambda path: None
+        provenance.code, provenance.noted, provenance.git_state = code, noted, lambda path: None
     else:
-        monkeypatch.setattr(loading, "code", code)
-        monkeypatch.setattr(loading, "noted", noted)
-        monkeypatch.setattr(loading, "git_state", lambda path: None)
+        monkeypatch.setattr(provenance, "code", code)
+        monkeypatch.setattr(provenance, "noted", noted)
+        monkeypatch.setattr(provenance, "git_state", lambda path: None)
 
 
 def invoke(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

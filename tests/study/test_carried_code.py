@@ -11,13 +11,13 @@ from study.samples import invoke, quick_identity, run, study_file
 
 from halfulp import canonical
 from halfulp.errors import CorruptionError, UsageError
-from halfulp.study import engine, evidence, ledger, loading
+from halfulp.study import engine, evidence, ledger, loading, provenance
 from halfulp.study.store import Store
 from halfulp.study.validate import validate
 
-ENVIRONMENT = loading.environment()  # asked once: it reads what every library says of itself
+ENVIRONMENT = provenance.environment()  # asked once: it reads what every library says of itself
 
-ENVIRONMENT = loading.environment()  # asked once: it reads what every library says of itself
+ENVIRONMENT = provenance.environment()  # asked once: it reads what every library says of itself
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     quick_identity(monkeypatch)
-    monkeypatch.setattr(loading, "environment", lambda: ENVIRONMENT)
+    monkeypatch.setattr(provenance, "environment", lambda: ENVIRONMENT)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_strict_code_also_compares_what_other_code_declares(
     protocol["gates"][0]["threshold"] = 0.16
     forge(out, "protocol.json", protocol)
     whole_forgery(out)
-    monkeypatch.setattr(loading, "environment", lambda: ENVIRONMENT | {"cpu": "another"})
+    monkeypatch.setattr(provenance, "environment", lambda: ENVIRONMENT | {"cpu": "another"})
     code, text, _ = invoke(capsys, "study", "validate", str(out))
     assert code == 0
     assert "the study as the code declares it today, which differs: gates.close.threshold" in text

@@ -11,20 +11,16 @@ from study.samples import SMALL, run, study_file
 
 from halfulp import canonical
 from halfulp.errors import TamperingError
-from halfulp.study import (
-    engine,
-    ledger,
-    loading,
-)
+from halfulp.study import engine, ledger, loading, provenance
 from halfulp.study import seal as seals
 from halfulp.study.validate import validate
 
 
 def names(text: str) -> set[str]:
-    return {p.relative_to(loading.PACKAGE).as_posix() for p in loading.closure(text.encode(), "")}
+    return {p.relative_to(provenance.PACKAGE).as_posix() for p in provenance.closure(text.encode(), "")}
 
 
-ENGINE = {f"{name.replace('halfulp.', '').replace('.', '/')}.py" for name in loading.ENGINE} | {
+ENGINE = {f"{name.replace('halfulp.', '').replace('.', '/')}.py" for name in provenance.ENGINE} | {
     "canonical.py"
 }
 
@@ -55,7 +51,7 @@ def changed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """As if somebody had edited a file of the package."""
     real = canonical.sha256_file
     monkeypatch.setattr(
-        canonical, "sha256_file", lambda path: "0" * 64 if path == loading.PACKAGE / name else real(path)
+        canonical, "sha256_file", lambda path: "0" * 64 if path == provenance.PACKAGE / name else real(path)
     )
 
 

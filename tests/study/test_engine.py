@@ -12,7 +12,7 @@ from study.samples import SMALL, run, study_file, tree
 
 from halfulp import canonical, files
 from halfulp.errors import CorruptionError, DiskError, TamperingError, UsageError
-from halfulp.study import engine, ledger, loading
+from halfulp.study import engine, ledger, loading, provenance
 from halfulp.study import validate as validation
 from halfulp.study.executor import Inline, Opening
 from halfulp.study.store import Store
@@ -105,7 +105,7 @@ def test_data_is_hashed_once_a_run(tmp_path: Path, quick: None, monkeypatch: pyt
     monkeypatch.setattr(canonical, "sha256_file", noted)
     run(path, young)
     assert hashed == [tmp_path / "table.csv"] * 2
-    monkeypatch.setattr(loading, "SETTLED_NS", -1)
+    monkeypatch.setattr(provenance, "SETTLED_NS", -1)
     hashed.clear()
     run(path, out)
     assert hashed == [tmp_path / "table.csv"]
@@ -117,11 +117,11 @@ def test_data_is_hashed_once_a_run(tmp_path: Path, quick: None, monkeypatch: pyt
 def test_a_worker_is_told_what_was_hashed(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "SETTLED_NS", -1)
+    monkeypatch.setattr(provenance, "SETTLED_NS", -1)
     path, out = study_file(tmp_path, WITH_DATA), tmp_path / "out"
     (tmp_path / "table.csv").write_text("1,2\n")
     seal = engine.seal(loading.load(str(path)), "small", out)
-    hashed = loading.hash_data(["table.csv"], tmp_path)
+    hashed = provenance.hash_data(["table.csv"], tmp_path)
     asked = canonical.dumps(Opening(out, seal, "", tmp_path, 1, hashed=hashed).message())
     monkeypatch.setattr(canonical, "sha256_file", None)
     assert open_session(canonical.parse(asked)).data("table.csv") == tmp_path / "table.csv"
@@ -130,11 +130,11 @@ def test_a_worker_is_told_what_was_hashed(
 def test_a_change_that_keeps_size_and_time_is_seen_all_the_same(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "SETTLED_NS", -1)
+    monkeypatch.setattr(provenance, "SETTLED_NS", -1)
     path, out, table = study_file(tmp_path, WITH_DATA), tmp_path / "out", tmp_path / "table.csv"
     table.write_text("1,2\n")
     seal = engine.seal(loading.load(str(path)), "small", out)
-    hashed = loading.hash_data(["table.csv"], tmp_path)
+    hashed = provenance.hash_data(["table.csv"], tmp_path)
     before = table.stat()
     table.write_text("1,3\n")
     os.utime(table, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -146,7 +146,7 @@ def test_a_change_that_keeps_size_and_time_is_seen_all_the_same(
 @pytest.mark.parametrize("name", ["/etc/passwd", "../secret"])
 def test_data_files_stay_beside_the_study(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="relative to the study file"):
-        loading.locate(name, tmp_path)
+        provenance.locate(name, tmp_path)
 
 
 def test_other_code_or_machine_needs_a_recorded_deviation(
@@ -154,8 +154,8 @@ def test_other_code_or_machine_needs_a_recorded_deviation(
 ) -> None:
     path, out = study_file(tmp_path), tmp_path / "out"
     engine.seal(loading.load(str(path)), "small", out)
-    real = loading.environment()
-    monkeypatch.setattr(loading, "environment", lambda: real | {"cpu": "another"})
+    real = provenance.environment()
+    monkeypatch.setattr(provenance, "environment", lambda: real | {"cpu": "another"})
     with pytest.raises(TamperingError, match=r"(?s)environment\.cpu: was .*--deviation"):
         run(path, out)
     result = run(path, out, deviation="the machine broke")
@@ -172,12 +172,12 @@ def test_other_code_or_machine_needs_a_recorded_deviation(
 def test_other_package_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, out = study_file(tmp_path), tmp_path / "out"
     engine.seal(loading.load(str(path)), "small", out)
-    real = loading.code(loading.load(str(path)))
+    real = provenance.code(loading.load(str(path)))
     assert "study/gates.py" in real["package"]
     assert "study/engine.py" not in real["package"]  # it writes, and computes nothing
     assert not any("__pycache__" in name for name in real["package"])
     other = real["package"] | {"study/engine.py": "0" * 64}
-    monkeypatch.setattr(loading, "code", lambda source: real | {"package": other})
+    monkeypatch.setattr(provenance, "code", lambda source: real | {"package": other})
     with pytest.raises(TamperingError, match=r"code\.package\.study/engine\.py"):
         run(path, out)
     run(path, out, deviation="a fix")
@@ -194,15 +194,15 @@ def test_the_seal_flags_a_dirty_tree(tmp_path: Path) -> None:
         subprocess.run(["git", "-C", str(tmp_path), *settings, *arguments], check=True, capture_output=True)
 
     path = study_file(tmp_path)
-    assert loading.git_state(path) is None
+    assert provenance.git_state(path) is None
     git("init")
     git("add", path.name)
     git("commit", "-m", "one")
-    clean = loading.git_state(path)
+    clean = provenance.git_state(path)
     assert clean is not None
     assert not clean["dirty"]
     path.write_text(SMALL + "\n")
-    assert loading.git_state(path) == clean | {"dirty": True}
+    assert provenance.git_state(path) == clean | {"dirty": True}
 
 
 def test_a_folder_that_holds_something_else_is_not_used(tmp_path: Path, quick: None) -> None:
@@ -379,7 +379,7 @@ def test_the_worker_process_refuses_it_too(tmp_path: Path) -> None:
     path, out = study_file(tmp_path), tmp_path / "out"
     source = loading.load(str(path))
     seal = engine.seal(source, "small", out)
-    code = loading.code_digest({"code": loading.code(source)})
+    code = provenance.code_digest({"code": provenance.code(source)})
     opening = Opening(out, seal, code, tmp_path, 1).message()
     job = {"do": "run", "stage": "outcome", "cell": "arm-1", "seals": {}}
     early = {"do": "run", "stage": "forecast", "cell": "all", "seals": {}}

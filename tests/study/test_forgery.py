@@ -23,12 +23,12 @@ from study.samples import LATE, invoke, quick_identity, run, study_file, tree
 
 from halfulp import canonical
 from halfulp.errors import CorruptionError, DiskError, TamperingError
-from halfulp.study import evidence, ledger, loading, publish
+from halfulp.study import evidence, ledger, provenance, publish
 from halfulp.study import validate as validation
 from halfulp.study.store import Store
 from halfulp.study.validate import validate
 
-ENVIRONMENT = loading.environment()  # asked once: it reads what every library says of itself
+ENVIRONMENT = provenance.environment()  # asked once: it reads what every library says of itself
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     quick_identity(monkeypatch)
-    monkeypatch.setattr(loading, "environment", lambda: ENVIRONMENT)
+    monkeypatch.setattr(provenance, "environment", lambda: ENVIRONMENT)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 from study.samples import run, study_file
 
 from halfulp import canonical
-from halfulp.study import executor, loading, worker
+from halfulp.study import executor, loading, provenance, worker
 from halfulp.study.declaration import SEAL, Protocol, check
 from halfulp.study.executor import Local, Opening, Ray, default_workers
 from halfulp.study.store import Store
@@ -121,11 +121,11 @@ def test_ray_tasks_ask_for_gpus(
 
 
 def test_a_seal_says_which_gpus_and_how_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = loading.environment()
+    here = provenance.environment()
     if not torch.cuda.device_count():
         assert "gpus" not in here
-    monkeypatch.setattr(loading, "_gpus", lambda: ["a GPU; driver 1", "a GPU; driver 1"])
-    there = loading.environment()
+    monkeypatch.setattr(provenance, "_gpus", lambda: ["a GPU; driver 1", "a GPU; driver 1"])
+    there = provenance.environment()
     assert there["gpus"] == ["a GPU; driver 1"] * 2
     assert (there["gpu_settings"]["tf32"], there["gpu_settings"]["deterministic"]) == ("off", "on")
     check(there, SEAL["environment"], "environment")

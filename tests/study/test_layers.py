@@ -14,8 +14,8 @@ PACKAGE = Path(halfulp.__file__).parent
 ENGINE = Path(halfulp.study.__file__).parent
 
 ORDER = (
-    "protocol", "declaration", "loading", "ledger", "store", "gates", "evidence", "worker", "executor",
-    "publish", "validate", "seal", "engine", "planning",
+    "protocol", "declaration", "loading", "provenance", "ledger", "store", "gates", "evidence", "worker",
+    "executor", "publish", "validate", "seal", "engine", "planning",
 )  # fmt: skip
 """Every module knows only those before it."""
 HELPERS = {

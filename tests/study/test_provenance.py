@@ -10,7 +10,7 @@ import pytest
 from study.samples import invoke, run, study_file
 
 from halfulp import canonical
-from halfulp.study import loading
+from halfulp.study import provenance
 from halfulp.study import validate as validation
 
 RESULTS = Path(__file__).parents[2] / "results" / "studies"
@@ -26,7 +26,7 @@ def test_committed_results_name_a_commit() -> None:
     unnamed = {
         folder.name
         for folder in folders()
-        if not loading.sealed_commit(canonical.loads((folder / "seal.json").read_bytes(), folder))
+        if not provenance.sealed_commit(canonical.loads((folder / "seal.json").read_bytes(), folder))
     }
     assert unnamed == set(), "run these from a clean checkout before they are committed"
 
@@ -34,7 +34,7 @@ def test_committed_results_name_a_commit() -> None:
 def test_a_result_without_a_commit_is_said_to_be_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(loading, "git_state", lambda folder: None)
+    monkeypatch.setattr(provenance, "git_state", lambda folder: None)
     run(study_file(tmp_path), tmp_path / "out")
     code, page, _ = invoke(capsys, "study", "validate", str(tmp_path / "out"), "--strict-provenance")
     assert code == 1
@@ -47,7 +47,7 @@ def test_code_of_a_commit_is_looked_up(tmp_path: Path, monkeypatch: pytest.Monke
     package = tmp_path / "halfulp"
     package.mkdir()
     (package / "one.py").write_text("# one")
-    monkeypatch.setattr(loading, "PACKAGE", package)
+    monkeypatch.setattr(provenance, "PACKAGE", package)
 
     def commit() -> str:
         for command in (("init", "-q"), ("add", "."), (*NAMED, "commit", "-q", "-m", "a commit")):

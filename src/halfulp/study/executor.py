@@ -41,7 +41,7 @@ class Opening:
     on_gpu: bool = False
     """True if cells name a GPU as their device."""
     hashed: Mapping[str, Json] = field(default_factory=dict)
-    """The data sets as this process hashed them, so that workers need not; see `loading.hash_data`."""
+    """The data sets as this process hashed them, so that workers need not; see `provenance.hash_data`."""
 
     @functools.cached_property
     def gpus(self) -> int:

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from halfulp import canonical, data, plugins
 from halfulp.errors import HalfulpError, UsageError
-from halfulp.study import loading
+from halfulp.study import loading, provenance
 from halfulp.study.declaration import Protocol
 from halfulp.study.executor import default_workers, gpu_count, thread_variables
 from halfulp.study.protocol import Config, Json, Outcomes, SealedStage
@@ -254,7 +254,7 @@ class Trial:
     def data(self, name: str) -> Path:
         """Return the data set, or bytes that stand in for one that is not here."""
         if _is_here(self._source, name):
-            return loading.locate(name, self._source.folder)
+            return provenance.locate(name, self._source.folder)
         path = self._scratch / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes((i % 64, 0)[i % 2] for i in range(1 << 12)) * (STAND_IN_BYTES >> 12))

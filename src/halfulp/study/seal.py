@@ -23,7 +23,7 @@ from pathlib import Path
 
 from halfulp import canonical, files
 from halfulp.errors import CorruptionError, TamperingError, UsageError
-from halfulp.study import ledger, loading
+from halfulp.study import ledger, provenance
 from halfulp.study.declaration import FORMAT, IDENTITY, MOST_BYTES, Protocol, changes, check, each
 from halfulp.study.evidence import Declared, Identity, Used, open_study
 from halfulp.study.gates import SCOPES, condition
@@ -52,7 +52,7 @@ class OpenStudy:
     protocol: Protocol
     binding: Binding
     hashed: Mapping[str, Json]
-    """The data sets, as `loading.hash_data` hashed them when the study was opened."""
+    """The data sets, as `provenance.hash_data` hashed them when the study was opened."""
     attempts: dict[tuple[str, str], int] = field(default_factory=dict)  # of this run
 
 
@@ -66,7 +66,7 @@ def open_or_seal(
     if not events.events:
         return _seal(source, store, protocol, events, given)
     sealed = store.read_seal(events.seal)
-    hashed = loading.hash_data(protocol.data, source.folder)
+    hashed = provenance.hash_data(protocol.data, source.folder)
     now = make(source, protocol, sealed.get("evidence", {}), hashed, whole="noted" not in sealed)
     changed = _refuse_changes(out, sealed, store.read_protocol(sealed), now, protocol)
     for name, used in _gather(protocol.evidence, given)[0].items() if given else ():
@@ -74,7 +74,7 @@ def open_or_seal(
             raise TamperingError(f"{given[name]} is not the evidence {name} that {out} was sealed with.")
     study = OpenStudy(source, store, events, sealed, protocol, Binding.of(protocol, sealed), hashed)
     if changed and events.closed is None:
-        _deviate(study, changed, loading.code_digest(now), deviation)
+        _deviate(study, changed, provenance.code_digest(now), deviation)
     _check_files(study)
     return study
 
@@ -83,7 +83,7 @@ def _seal(
     source: Source, store: Store, protocol: Protocol, events: Ledger, given: Mapping[str, Path]
 ) -> OpenStudy:
     evidence, copies = _gather(protocol.evidence, given)
-    hashed = loading.hash_data(protocol.data, source.folder)
+    hashed = provenance.hash_data(protocol.data, source.folder)
     now = make(source, protocol, evidence, hashed)
     content = canonical.dumps(now)
     contents = {f"evidence/{name}": copy for name, copy in copies.items()}
@@ -104,7 +104,7 @@ def _deviate(study: OpenStudy, changed: dict[str, list[str]], code: str, reason:
         if not reason.strip():
             raise TamperingError(
                 f"{study.store.folder} was sealed with another {' and '.join(changed)}; changed since:\n"
-                f"{loading.listed(lines)}\n"
+                f"{provenance.listed(lines)}\n"
                 "Put it back, or seal anew in a folder of its own (--out). To go on all the same, say why "
                 "with --deviation: the ledger will hold it, and the label will not be promoted."
             )
@@ -164,17 +164,17 @@ def make(
     whole: bool = False,
 ) -> dict[str, Json]:  # fmt: skip
     """Make the content of seal.json for a study as it is now; `whole`: as the first release wrote it."""
-    behind = None if whole else loading.code(source)
+    behind = None if whole else provenance.code(source)
     return {
         "format": FORMAT, "study": protocol.study, "scale": protocol.scale, "protocol": protocol.digest,
-        "code": loading.whole_code(source) if behind is None else behind,
+        "code": provenance.whole_code(source) if behind is None else behind,
         "data": {name: {"bytes": one["bytes"], "sha256": one["sha256"]} for name, one in hashed.items()},
-        "environment": loading.environment(),
+        "environment": provenance.environment(),
         "git": {
-            "package": loading.git_state(loading.PACKAGE),
-            "study": loading.git_state(source.folder / source.name) if source.folder else None,
+            "package": provenance.git_state(provenance.PACKAGE),
+            "study": provenance.git_state(source.folder / source.name) if source.folder else None,
         },
-        **({"noted": loading.noted(behind)} if behind is not None else {}),
+        **({"noted": provenance.noted(behind)} if behind is not None else {}),
         **({"evidence": dict(evidence)} if protocol.evidence else {}),
     }  # fmt: skip
 
@@ -183,13 +183,13 @@ def _refuse_changes(
     out: Path, sealed: dict[str, Json], sealed_protocol: Protocol, now: dict[str, Json], protocol: Protocol
 ) -> dict[str, list[str]]:
     """Refuse a protocol, data or study file that is not the sealed one; return what else changed."""
-    changed = loading.compare(sealed, now)
+    changed = provenance.compare(sealed, now)
     fatal = list(changes(sealed_protocol.content, protocol.content, "protocol")) + changed.pop("data", [])
     own = [line for line in changed.get("code", []) if line.startswith("code.study")]
     if fatal or own:
         raise TamperingError(
             f"{out} was sealed with another study than this one; changed since:\n"
-            f"{loading.listed(fatal + own)}\n"
+            f"{provenance.listed(fatal + own)}\n"
             "A sealed study does not change. Put it back, or seal the new one in a folder of its own (--out)."
         )
     return changed
@@ -197,8 +197,9 @@ def _refuse_changes(
 
 def facts(seal: Mapping[str, Json]) -> Iterator[str]:
     """Yield the seal in a few lines."""
-    env, package = seal["environment"], len(seal["code"]["package"])
-    yield f"code         halfulp {loading.version(seal)}, {package} files, sha256 {loading.code_digest(seal)}"
+    env, digest = seal["environment"], provenance.code_digest(seal)
+    package = f"{len(seal['code']['package'])} files"
+    yield f"code         halfulp {provenance.version(seal)}, {package}, sha256 {digest}"
     for name, one in seal.get("evidence", {}).items():
         yield f"evidence     {name}: {one['study']} ({one['scale']}), closed sha256 {one['closed']}"
     for part, state in seal["git"].items():

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from halfulp import canonical
 from halfulp.errors import CorruptionError, HalfulpError, TamperingError, UsageError
-from halfulp.study import gates, loading
+from halfulp.study import gates, loading, provenance
 from halfulp.study.declaration import Protocol, changes
 from halfulp.study.evidence import Opened, open_study
 from halfulp.study.executor import Local, Opening
@@ -163,14 +163,14 @@ def _expect(expect: str | None, events: Ledger, page: Validation) -> None:
 
 def _check_commit(opened: Opened, page: Validation) -> None:
     """Ask that the seal names a commit, and that its code is that commit's, where that can be looked up."""
-    commit = loading.sealed_commit(opened.sealed)
+    commit = provenance.sealed_commit(opened.sealed)
     if not commit:
         why = "no commit" if opened.sealed["git"]["package"] is None else "a commit with changes beside it"
         page.problems.append(
             f"the seal names {why}: nobody can look up the code it ran (--strict-provenance)"
         )
         return
-    other = loading.not_of_commit(opened.sealed)
+    other = provenance.not_of_commit(opened.sealed)
     if other is None:
         page.not_checked.append(f"the code against commit {commit[:12]}, which is not known here")
     elif other:
@@ -244,9 +244,9 @@ def _check_result(
 
 def _compare_code(opened: Opened, source: loading.Source, page: Validation, strict: bool) -> bool:
     """State how code and environment differ from the sealed ones; return whether they do."""
-    code, environment = loading.as_sealed(opened.sealed, source), loading.environment()
+    code, environment = provenance.as_sealed(opened.sealed, source), provenance.environment()
     now = {"code": code, "data": opened.sealed["data"], "environment": environment}
-    changed = loading.compare(opened.sealed, now)
+    changed = provenance.compare(opened.sealed, now)
     try:
         declared = Protocol.of(source.study, opened.protocol.scale)
         redeclared = list(changes(opened.protocol.content, declared.content))
@@ -350,7 +350,7 @@ def _replay(
     protocol, events, records = opened.protocol, opened.events, opened.by_cell
     hashed: Mapping[str, Json] = {}
     with suppress(HalfulpError):  # the cells that need the data say what is wrong with it
-        hashed = loading.hash_data(protocol.data, folder)
+        hashed = provenance.hash_data(protocol.data, folder)
     opening = Opening(
         opened.store.folder, events.seal, "", folder, protocol.threads, replay=True, on_gpu=protocol.on_gpu,
         hashed=hashed,

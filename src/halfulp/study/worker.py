@@ -33,7 +33,7 @@ from typing import BinaryIO
 
 from halfulp import canonical, documents, files
 from halfulp.errors import DiskError, HalfulpError, TamperingError, UsageError
-from halfulp.study import ledger, loading
+from halfulp.study import ledger, loading, provenance
 from halfulp.study.declaration import changes
 from halfulp.study.evidence import open_evidence
 from halfulp.study.gates import authorise
@@ -62,15 +62,15 @@ class Session:
         self.protocol = self.store.read_protocol(self.sealed)
         source = loading.load_sealed(self.sealed["code"]["study"], self.store.study_file, folder)
         if code:
-            own = loading.as_sealed(self.sealed, source)
+            own = provenance.as_sealed(self.sealed, source)
             if canonical.digest(own) != code:
-                changed = loading.listed(list(changes(self.sealed["code"], own, "code")))
+                changed = provenance.listed(list(changes(self.sealed["code"], own, "code")))
                 raise TamperingError(
                     f"The halfulp of this worker is not the one that runs the study; changed:\n{changed}"
                 )
         self.study = source.study
         self.folder = folder
-        self.hashed = hashed or {}  # by the process that started this one; see `loading.hash_data`
+        self.hashed = hashed or {}  # by the process that started this one; see `provenance.hash_data`
         self.replay = replay
         self.tell: Callable[[Message], None] = lambda message: None
         self.data = cache(self._find_data)  # each is checked once per process
@@ -167,8 +167,8 @@ class Session:
     def _find_data(self, name: str) -> Path:
         if name not in self.protocol.data:
             raise UsageError(f"The study declares no data set {name[:120]!a}.")
-        path = loading.locate(name, self.folder)
-        current = loading.hash_data([name], self.folder, self.hashed)[name]
+        path = provenance.locate(name, self.folder)
+        current = provenance.hash_data([name], self.folder, self.hashed)[name]
         if any(current[key] != value for key, value in self.sealed["data"][name].items()):
             raise TamperingError(f"{path} is not the data set {name} that was sealed: its SHA-256 differs.")
         return path
