@@ -339,6 +339,13 @@ def test_some_weights_in_bfloat16(tmp_path: Path) -> None:
     fixed(text, expected, tmp_path)
 
 
+def test_weights_that_do_not_lie_in_order(tmp_path: Path) -> None:
+    """As those of a channels_last convolution: halfulp's own optimizer refuses them, a write-back does not."""
+    text = LOOP.replace("MAKE", "torch.optim.AdamW(net.parameters(), lr=1e-5)")
+    turned = "net = build()\nnet[0].weight.data = net[0].weight.data.t().contiguous().t()"
+    fixed(text.replace("net = build()", turned), AROUND, tmp_path)
+
+
 def test_a_float32_run_is_told_how_to_store_them(tmp_path: Path) -> None:
     """Nothing is lost now, so there is nothing to mend; the line says how a format keeps its updates."""
     text = LOOP.replace("MAKE", "torch.optim.AdamW(net.parameters(), lr=1e-5)").replace(

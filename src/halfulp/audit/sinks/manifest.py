@@ -93,6 +93,7 @@ def one_pass(optimizer: torch.optim.Optimizer) -> bool:
     return rule is not None and all(
         rule.why_not_fused({**group, **free}, optimizer.defaults) is None
         and bool(group.get("decoupled_weight_decay", rule.decoupled)) is rule.decoupled
+        and all(p.is_contiguous() for p in group["params"])
         for group in optimizer.param_groups
     )
 
