@@ -392,6 +392,13 @@ def deep(levels: int) -> Any:
     return x
 
 
+def test_weights_that_are_not_finite_were_not_trained_by_that() -> None:
+    """A checkpoint beside itself has lost nothing."""
+    held = {"mlp.weight": torch.tensor([float("nan"), 2.0, 3.0, 4.0]).bfloat16()}
+    found = diff(held, held)
+    assert (found.total.same, found.total.nonfinite, found.says()) == (3, 1, [])
+
+
 def adam(slot: dict[str, Any], group: dict[str, Any] | None = None) -> dict[str, Any]:
     return {"optimizer": {"state": {0: slot}, "param_groups": [group] if group else []}}
 
@@ -411,6 +418,7 @@ def recursion_limit() -> Iterator[int]:
         (adam({"step": torch.ones(1, device="meta")}), "a step is meta float32"),
         (adam({"master": torch.ones(3, device="meta")}), "master is meta float32"),
         (adam({"master": torch.ones(3, 3).to_sparse()}), "master is sparse_coo float32"),
+        (adam({"master": torch.ones(1).expand(10**13)}), "master is expanded float32"),
         (adam({}, {"params": [[1]], "param_names": ["a"]}), "unhashable"),
         (adam({"exp_avg": torch.ones(2)}, {"params": 5, "param_names": ["a"]}), "not iterable"),
         ({"ema": deep(3000)}, "recursion"),

@@ -52,6 +52,14 @@ def test_a_tensor_that_its_file_does_not_hold_is_damage(end: str, elsewhere: boo
         hu.check(folder, 1e-5)
 
 
+def test_a_tensor_larger_than_its_file_is_not_copied_out(tmp_path: Path) -> None:
+    """One value that was expanded to 40 TB."""
+    torch.save({"w": torch.ones(4, 4), "big": torch.ones(1).expand(10**13)}, tmp_path / "m.pt")
+    found = hu.check(tmp_path / "m.pt", 1e-5)
+    assert ([t.name for t in found.tensors], list(found.skipped)) == (["w"], ["big"])
+    assert hu.diff({"w": torch.ones(4, 4)}, tmp_path / "m.pt").total.same == 16
+
+
 def test_an_index_with_a_name_twice_is_damage(tmp_path: Path) -> None:
     folder = sharded(tmp_path / "twice", {"m1.safetensors": ONES}, {"a.weight": "m1.safetensors"})
     index = folder / "model.safetensors.index.json"

@@ -236,7 +236,7 @@ def _norms(tensors: Sequence[Difference]) -> str | None:
 
 def _lost(result: Diff) -> str | None:
     """Rows of an embedding that no batch used did not move either, so embeddings are left out."""
-    trained = [t for t in result.tensors if t.kind in NARROW and 0 < t.same < t.weights]
+    trained = [t for t in result.tensors if t.kind in NARROW and t.same and t.moved]
     trained = [t for t in trained if t.group != "embedding"]
     moved, same = sum(t.moved for t in trained), sum(t.same for t in trained)
     if not trained or same < moved:

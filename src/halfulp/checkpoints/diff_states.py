@@ -165,7 +165,7 @@ def _kept(file: Path) -> Kept:
         kinds.setdefault(kind, {}).setdefault(dtype, 0)
         kinds[kind][dtype] += x.numel()
         if MASTER.search(kind) and x.dtype == torch.float32:
-            if (stored := in_memory(kind, x)).dtype is None:
+            if (stored := in_memory(kind, x, file.stat().st_size)).dtype is None:
                 raise CorruptionError(f"{shown(kind)} is {stored.kind}, expected values of float32.")
             copies.append((name, x))
     return Kept(file.name, kinds, None, max(steps, default=None), copies)

@@ -121,10 +121,15 @@ def _in_files(checkpoint: Path, stack: ExitStack) -> dict[str, Stored]:
     return tensors
 
 
-def in_memory(name: str, x: torch.Tensor) -> Stored:
-    """Return a tensor as if it were stored; one without plain values (sparse, meta, ...) has no dtype."""
+def in_memory(name: str, x: torch.Tensor, most: int | None = None) -> Stored:
+    """Return a tensor as if it were stored; one without plain values (sparse, meta, ...) has no dtype.
+
+    ``most`` is the size of its file: what has more bytes repeats a few, and copying it out could fill memory.
+    """
     kind = str(x.dtype).removeprefix("torch.")
     layout = "nested" if x.is_nested else "meta" if x.is_meta else str(x.layout).removeprefix("torch.")
+    if layout == "strided" and most is not None and x.nbytes > most:
+        layout = "expanded"
     if layout != "strided" or x.is_quantized:
         shape = () if x.is_nested else tuple(x.shape)
         return Stored(
@@ -136,7 +141,8 @@ def in_memory(name: str, x: torch.Tensor) -> Stored:
 def _in_file(path: Path, stack: ExitStack) -> Iterator[Stored]:
     """Yield the tensors of one file, which stays open until the stack is left."""
     if path.suffix in PICKLED:
-        yield from (in_memory(name, x) for name, x in _weights(unpickled(path), path).items())
+        most = path.stat().st_size
+        yield from (in_memory(name, x, most) for name, x in _weights(unpickled(path), path).items())
         return
     places = gguf_file.places(path) if path.suffix == ".gguf" else tensors.places(path)
     file = stack.enter_context(files.opened(path, follow=True))
