@@ -340,7 +340,7 @@ def test_some_weights_in_bfloat16(tmp_path: Path) -> None:
 
 
 def test_weights_that_do_not_lie_in_order(tmp_path: Path) -> None:
-    """As those of a channels_last convolution: halfulp's own optimizer refuses them, a write-back does not."""
+    """Those of a channels_last convolution: hu.AdamW refuses them, a write-back does not."""
     text = LOOP.replace("MAKE", "torch.optim.AdamW(net.parameters(), lr=1e-5)")
     turned = "net = build()\nnet[0].weight.data = net[0].weight.data.t().contiguous().t()"
     fixed(text.replace("net = build()", turned), AROUND, tmp_path)
