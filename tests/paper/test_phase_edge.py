@@ -12,8 +12,10 @@ import pytest
 
 from halfulp import canonical
 from halfulp.paper.arms import Arm
+from halfulp.paper.arms.predictions import forecast
 from halfulp.paper.models.decoder import normal_at_start
 from halfulp.paper.report import labels
+from halfulp.paper.plugin import STUDIES
 from halfulp.paper.report.beside_paper import shown
 from halfulp.paper.studies import phase_diagram, phase_edge, whole_tensor
 from halfulp.study import loading
@@ -140,3 +142,13 @@ def test_labels_by_scale(tmp_path: Path) -> None:
     assert rows["depth-17"] == ("GO", "small*: NO-GO; medium: the same", "yes")
     assert rows["midpoint"] == ("not promoted", "not run", "-")
     assert shown(tmp_path, "depth-17", "small").name == "depth-17-medium"
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_forecast_by_scope_has_the_tables_that_it_is_made_of(name: str) -> None:
+    study: Study = loading.load(name).study
+    for scale, stage in itertools.product(study.scales, study.stages):
+        for cell in study.cells(scale, stage.name) if stage.run is forecast else ():
+            read = study.cells(scale, cell.config.get("stage", "reference"))
+            (reference,) = (c for c in read if c.name == cell.config["reference"])
+            assert Arm.from_json(reference.config).tables, (scale, cell.name)

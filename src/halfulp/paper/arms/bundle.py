@@ -209,7 +209,8 @@ class Bundle:
             changes["make"] = {k: dict(v) for k, v in masked.of_target.items()} or None
             unit = self.unit.format(condition=condition, seed=seed)
             changes["masks"] = {"stage": "source", "cell": self.source_of(unit)}
-        return self._run(config, seed, audit=(grid,), rehearse=rehearse, **changes)
+        arm = self._run(config, seed, audit=(grid,), rehearse=rehearse, **changes)
+        return replace(arm, tables=arm.tables or bool(self.scopes))  # a forecast by scope is made of them
 
     def second_references(self, config: Config) -> Iterator[Cell]:
         """The references once more: the same float32 runs, which now know the masks of their own scores."""
