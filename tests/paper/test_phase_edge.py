@@ -14,8 +14,8 @@ from halfulp import canonical
 from halfulp.paper.arms import Arm
 from halfulp.paper.arms.predictions import forecast
 from halfulp.paper.models.decoder import normal_at_start
-from halfulp.paper.report import labels
 from halfulp.paper.plugin import STUDIES
+from halfulp.paper.report import labels
 from halfulp.paper.report.beside_paper import shown
 from halfulp.paper.studies import phase_diagram, phase_edge, whole_tensor
 from halfulp.study import loading
