@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,11 +125,19 @@ def test_saved_loaded_and_used(trace: hu.Trace, tmp_path: Path) -> None:
         (-1, "P", "a budget is a share"),
         (10**9, "P", "a budget is a share"),
         (True, "P", "a budget is a share"),
+        ("10%", "P", "a budget is a share"),
+        (None, "P", "a budget is a share"),
     ],
 )
-def test_bad_input(trace: hu.Trace, budget: float, score: str, said: str) -> None:
+def test_bad_input(trace: hu.Trace, budget: Any, score: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         hu.allocate(trace, budget, score)
+
+
+def test_numpy_numbers_are_shares_and_bytes_too(trace: hu.Trace) -> None:
+    half = hu.allocate(trace, 0.5, "P")
+    for budget in (np.float32(0.5), np.int64(half.budget)):
+        assert hu.allocate(trace, budget, "P").budget == half.budget  # type: ignore[arg-type]
 
 
 def test_nothing_eligible(trace: hu.Trace) -> None:

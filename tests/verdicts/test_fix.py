@@ -18,6 +18,7 @@ from report_traces import synthetic
 
 import halfulp as hu
 from halfulp.verdicts.answer import Answer
+from halfulp.verdicts.findings import keeping
 from halfulp.verdicts.fix import Caller, fix_of
 
 HEAD = """
@@ -379,6 +380,42 @@ def test_several_optimizers(tmp_path: Path) -> None:
     assert answer.code[1] == 'first = hu.WriteBack(first, "bf16", "sr", model=one)'
     _, listed = audited(TWO.replace("NAMES", "OPTS").replace("opt.step()", "opt.step() or None"), tmp_path)
     assert listed.code[-1] == "# the same for 1 more optimizer"
+
+
+def test_a_write_back_around_one_of_two_optimizers(tmp_path: Path) -> None:
+    """What is said is of the other, whose updates are lost."""
+    wrapped = '# FIX\nimport halfulp as hu\nfirst = hu.WriteBack(first, "bf16", "sr", model=one)'
+    text = TWO.replace("NAMES", "first, second").replace("for opt in OPTS:", "for opt in (first, second):")
+    text = text.replace("# FIX", wrapped)
+    before = fixed(text, 'second = hu.WriteBack(second, "bf16", "sr", model=two)', tmp_path)
+    assert before.findings[0].of == 0.5
+    assert "the sr write-back does not have 2 of 4 tensors (bfloat16)" in str(before)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_write_back_of_some_tensors_only(own: bool, tmp_path: Path) -> None:
+    """The others lose their updates, as norm gains in bfloat16 beside weights in fp8 do."""
+    of = "'params': [p for p in net.parameters() if p.dim()"
+    groups = f"[{{{of} > 1]}}, {{{of} < 2], 'grid': 'bf16'}}]"
+    wrap = 'opt = hu.WriteBack(torch.optim.AdamW(GROUPS, lr=1e-5), "e4m3@128", "sr", model=net, CHOICE)'
+    if own:
+        groups, wrap = "net.parameters()", "opt = hu.AdamW(GROUPS, lr=1e-5, CHOICE)"
+    text = LOOP.replace("opt = MAKE", f"import halfulp as hu\n{wrap}").replace("GROUPS", groups)
+    some = "select=lambda name, p: p.dim() > 1" if own else "params=lambda name, p: p.dim() > 1"
+    memory, before = audited(text.replace("CHOICE", some), tmp_path)
+    assert before.headline.startswith("This run LOST ")
+    assert before.grid == "bf16"
+    assert before.findings[0].of == pytest.approx(112 / 1136)
+    assert keeping(memory.trace, "bf16") is None
+    assert before.fix is not None
+    told = "hu.AdamW(..., select=" if own else "hu.WriteBack(..., params="
+    assert before.fix.code == (
+        f'{told}lambda name, p: True)  # what it left out: in a group {{"params": [...], "grid": "bf16"}}',
+    )
+    all_ = some.replace("p.dim() > 1", "True")
+    memory, after = audited(text.replace("CHOICE", all_), tmp_path)
+    assert after.headline.startswith("Nothing lost: sr write-back carries the updates to ")
+    assert keeping(memory.trace, "bf16") == "sr"
 
 
 def test_a_rate_is_named_at_which_steps_are_too_small(tmp_path: Path) -> None:

@@ -232,13 +232,13 @@ def _check_kept(keep: Mask, sizes: Mapping[str, int], tile: int, spend: int) -> 
 
 def _bytes(budget: float | int, blanket: int) -> int:
     """Return a budget in bytes."""
-    share = isinstance(budget, float)
-    if isinstance(budget, bool) or not (0 < budget <= 1 if share else 0 < budget <= blanket):
+    share, whole = isinstance(budget, float | np.floating), isinstance(budget, int | np.integer)
+    if isinstance(budget, bool) or not (share or whole) or not 0 < budget <= (1 if share else blanket):
         raise UsageError(
             f"a budget is a share above 0 and up to 1.0, or a whole number of bytes up to {blanket:,} "
             f"(masters for every eligible tile), not {budget!r}."
         )
-    return int(round(budget * blanket, 6)) if share else int(budget)
+    return int(round(float(budget) * blanket, 6)) if share else int(budget)
 
 
 def _first_that_fit(order: Array, costs: Array, spend: int) -> Array:

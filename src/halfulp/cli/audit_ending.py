@@ -102,9 +102,8 @@ class Ending:
             return f"the run cannot be judged to its end (--fail-above, --fail-stuck): {recorder.trouble}"
         if trace is None or answer is None or not len(trace.steps):
             return "there is no recorded step to judge (--fail-above, --fail-stuck)."
-        kept = keeping(trace) is not None
         for f in answer.findings:
-            if kept if f.measured else not self.every_grid:
+            if keeping(trace, f.grid) if f.measured else not self.every_grid:
                 continue
             if self.fail.most is not None and f.severity in NO_SHARE:
                 return f"{f.severity} (--fail-above)."

@@ -24,7 +24,7 @@ from halfulp.measures.groups import CORE
 from halfulp.outputs import finite
 from halfulp.text import count, percent, plain, shown
 from halfulp.trace import Memory, Recorded, Trace
-from halfulp.trace.stored_on import default_scope, moved_on_grid, policies
+from halfulp.trace.stored_on import NEAREST, moved_on_grid, policies
 from halfulp.verdicts import details, held
 from halfulp.verdicts import loss_costs as costs
 from halfulp.verdicts.findings import (
@@ -37,11 +37,13 @@ from halfulp.verdicts.findings import (
     UNASKED,
     Finding,
     average,
+    concerned,
     copies,
     cures,
     findings,
     is_cast,
     keeping,
+    unkept,
 )
 from halfulp.verdicts.fix import Fix, fix_of, number, rate_of
 
@@ -218,8 +220,11 @@ def answer_of(
     bad = details.nonfinite_words(trace)
     at_home = [f for f in by_grid if moved_on_grid(trace, f.grid)]
     bad_ones = [f for f in by_grid if f.severity not in (FINE, *NO_SHARE)]
+    losing = [f for f in at_home if f in bad_ones and unkept(trace, f.grid)]
     first = max(at_home, key=lambda f: f.of) if at_home else (*bad_ones, *by_grid)[0]
-    kept = is_cast(trace) or (bool(at_home) and keeping(trace) is not None)
+    if losing and keeping(trace, first.grid):  # which is true of the most weights, and not of all
+        first = max(losing, key=lambda f: f.of)
+    kept = is_cast(trace) or (bool(at_home) and keeping(trace, first.grid) is not None)
     masters = len(copies(trace)) == len(trace.tensors)
     broke = _broke(trace, first)
     loses = first.severity not in (FINE, *NO_SHARE) and not (kept or masters or broke)
@@ -277,7 +282,7 @@ def _headline(
         wrote = f"sr write-back to {first.grid} wrote {percent(max(arrived, 0.0))} of what was proposed"
         return f"Updates do not arrive: {wrote}; {still} of its weights have not moved in {steps}."
     if kept:
-        by = f"{keeping(trace)} write-back carries the updates to {first.grid}"
+        by = f"{keeping(trace, first.grid)} write-back carries the updates to {first.grid}"
         said = f"Nothing lost: {by if policies(trace) else details.state_words(trace, first)}"
         return f"{said}; {still} of its weights have not moved in {steps}." if still else f"{said}."
     if masters:
@@ -305,13 +310,13 @@ def _headline(
 
 def _broke(trace: Recorded, first: Finding) -> bool:
     """Return True if most of what a finding is about was not finite: rounding is not the trouble then."""
-    return float(trace.nonfinite(default_scope(trace, first.grid)).mean()) > 0.5
+    return float(trace.nonfinite(concerned(trace, first.grid)).mean()) > 0.5
 
 
 def _hardly_arrived(trace: Recorded, first: Finding) -> float | None:
     """Return the share of the updates that arrived, if next to nothing moves under stochastic rounding."""
     gain = trace.manifest["run"].get("gain")
-    stuck = first.measured and policies(trace) == ["sr"] and (first.never_moved or 0) >= HARDLY
+    stuck = first.measured and keeping(trace, first.grid) == "sr" and (first.never_moved or 0) >= HARDLY
     return gain if stuck and isinstance(gain, float) and gain < STUCK_GAIN else None
 
 
@@ -342,9 +347,13 @@ def _why(trace: Recorded, first: Finding, *, stored: bool) -> tuple[str, ...]:
         dtypes = " and ".join(_stored(trace, trace.ids()))
         said = f"weights are {dtypes} now; {steps} of {first.grid}."
         return (said, f"{arrives}.") if arrives else (said,)
-    if optimizer.get("policies"):
+    if NEAREST in policies(trace):
         return (f"nearest rounding (rne) to {first.grid} drops what is too small: {steps}.",)
-    names = _stored(trace, moved_on_grid(trace, first.grid))
+    ids = trace.ids(concerned(trace, first.grid))
+    names = _stored(trace, ids)
+    if how := " and ".join(policies(trace)):
+        whose = f"{len(ids)} of {count(len(trace.tensors), 'tensor')} ({' and '.join(names)})"
+        return (f"the {how} write-back does not have {whose}, which the optimizer itself rounds; {steps}.",)
     return (f"{held.stored_words(trace, names)}, no fp32 master; {steps}.",)
 
 
@@ -355,7 +364,7 @@ def _small_steps(trace: Recorded, first: Finding, rate: float | None) -> str:
     at = "" if rate is None else f"at lr {number(rate)}{'' if most else ','}"
     if rate is None:
         return part
-    ids = trace.ids(default_scope(trace, first.grid))
+    ids = trace.ids(concerned(trace, first.grid))
     rows = trace.scan("tensors", "step", "tensor", "lr")
     rows = rows.take(np.isin(rows["tensor"], ids) & (rows["lr"] > 0))
     highest = dict(rows.sort("lr").select("step", "lr").rows())  # of the groups of a step
@@ -379,7 +388,7 @@ def _stored(trace: Recorded, ids: Sequence[int]) -> list[str]:
 
 def _where(trace: Recorded, first: Finding) -> tuple[str, ...]:
     """Return shares by kind of tensor; norm gains and biases share a row unless one stands out."""
-    ids = set(trace.ids(default_scope(trace, first.grid)))
+    ids = set(trace.ids(concerned(trace, first.grid)))
     shares = trace.lost_by_tensor(first.grid)
     there = [t for t in trace.tensors if t["id"] in ids and not np.isnan(shares.get(t["id"], np.nan))]
     flat = [t for t in there if len(t["shape"]) < 2]
@@ -430,6 +439,8 @@ def _rate(trace: Recorded) -> tuple[str, ...]:
     rate = rate_of(trace, next(iter(trace.manifest.get("optimizers", ())), {}))
     if rate is None or not isinstance(gain, float) or not GAINS[0] <= gain <= GAINS[1]:
         return ()
+    if set(policies(trace)) - {NEAREST}:  # the gain is of weights that lose updates and of others
+        return ()
     low, high = (number(float(f"{rate * x:.2g}")) for x in (gain, min(1.0, MASTERS * gain)))
     return (
         f"{percent(gain)} of a step arrived: after the fix, what moved at {number(rate)} moves as at {low} "
@@ -447,12 +458,14 @@ def _format(trace: Recorded, finding: Finding) -> str:
     if finding.severity in NO_SHARE:
         return f"nothing can be said, because {finding.severity}"
     whose = "" if finding.of == 1 else f"its {finding.grid} "
+    if finding.measured and (how := keeping(trace, finding.grid)):
+        return f"{whose}updates are kept by {how}"
     said = f"{percent(finding.lost)} of {whose}updates {'' if finding.measured else 'would be '}lost"
     if finding.lost_late - finding.lost > LATE:
         said += f" ({percent(finding.lost_late)} at the end)"
     if finding.gain is not None:
         said += f", {details.arriving(finding)} {'arrives' if finding.measured else 'would arrive'}"
-    if finding.severity == FINE or (keeping(trace) and finding.measured):
+    if finding.severity == FINE:
         return said
     for policy, size in cures(trace, finding.grid)[:1]:
         said += f"; {policy} keeps them ({size:.3g} byte{'' if size == 1 else 's'} per weight)"

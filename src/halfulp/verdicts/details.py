@@ -29,6 +29,7 @@ from halfulp.verdicts.findings import (  # fmt: skip
     NO_SHARE,
     Finding,
     average,
+    concerned,
     copies,
     cures,
     is_cast,
@@ -124,7 +125,7 @@ def why_kept(policy: str) -> str:
 def state_words(trace: Recorded, finding: Finding) -> str:
     """Say that a state of the optimizer keeps what the weights do not hold."""
     stayed = f"{percent(finding.lost)} of the stored values stayed at an average step"
-    return f"{held.keepers(trace)} keeps what {finding.grid} does not hold ({stayed})"
+    return f"{' and '.join(held.keepers(trace) or ())} keeps what {finding.grid} does not hold ({stayed})"
 
 
 def lines(trace: Recorded, findings: Sequence[Finding]) -> list[str]:
@@ -218,9 +219,9 @@ def _grid_lines(trace: Recorded, finding: Finding) -> list[str]:
     """Describe what happened to the weights stored on a grid, or what would happen to all weights."""
     grid = finding.grid
     home = moved_on_grid(trace, grid)
-    scope: Scope = home or "all"
+    scope = concerned(trace, grid)
     cast = is_cast(trace)
-    policy = keeping(trace) if home or cast else None
+    policy = keeping(trace, grid) if home or cast else None
     if finding.severity in NO_SHARE:
         return [f"{grid}: nothing can be said, because {finding.severity}."]
     out = []

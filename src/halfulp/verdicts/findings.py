@@ -30,7 +30,7 @@ import numpy as np
 from halfulp.measures.crossings import Majority, majority
 from halfulp.numbers.grids import grid as named
 from halfulp.trace import Array, Recorded, Scope
-from halfulp.trace.stored_on import default_scope, moved_on_grid, on_grid, policies
+from halfulp.trace.stored_on import NEAREST, default_scope, moved_on_grid, on_grid, policies
 from halfulp.verdicts import held
 from halfulp.writeback.policies import POLICIES
 
@@ -107,7 +107,7 @@ def findings(trace: Recorded, scope: Scope | None = None) -> list[Finding]:
 
 def finding(trace: Recorded, grid: str, scope: Scope | None = None) -> Finding:
     """Return the finding for one grid, over a scope of tensors."""
-    ids = trace.ids(default_scope(trace, grid) if scope is None else scope)
+    ids = trace.ids(concerned(trace, grid) if scope is None else scope)
     f, steps = trace.frozen(grid, ids), trace.steps_of(ids)
     there = ~np.isnan(f)
     f, steps = f[there], steps[there]
@@ -190,12 +190,28 @@ def copies(trace: Recorded) -> list[int]:
     return [t["id"] for t in trace.tensors if t.get("copy")]
 
 
-def keeping(trace: Recorded) -> str | None:
-    """Return what keeps updates that are not written: policies, or states of the optimizer; or None."""
-    names = policies(trace)
-    if not names:
-        return held.keepers(trace)
-    return " and ".join(names) if "rne" not in names else None
+def keeping(trace: Recorded, grid: str) -> str | None:
+    """Return what keeps all updates that are not written to a grid: policies, or states; or None."""
+    if unkept(trace, grid):
+        return None
+    return " and ".join([*policies(trace), *(held.keepers(trace) or ())]) or None
+
+
+def unkept(trace: Recorded, grid: str) -> list[int]:
+    """Return the tensors stored on a grid whose small updates are gone: neither policy nor state keeps them.
+
+    A run may have both kinds: a write-back around one of two optimizers, or of some tensors (``params=``).
+    """
+    ids = moved_on_grid(trace, grid)
+    if NEAREST in policies(trace):
+        return ids
+    plain = {t["id"] for t in trace.tensors if t["stored"] == t["dtype"]}
+    return [i for i in ids if i in plain] if held.keepers(trace) is None else []
+
+
+def concerned(trace: Recorded, grid: str) -> Scope:
+    """Return the tensors that a finding is about: those that lose updates, where others do not."""
+    return unkept(trace, grid) or default_scope(trace, grid)
 
 
 def is_cast(trace: Recorded) -> bool:

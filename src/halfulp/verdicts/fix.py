@@ -28,6 +28,7 @@ import torch
 
 from halfulp.text import count
 from halfulp.trace import Recorded
+from halfulp.trace.stored_on import NEAREST
 from halfulp.verdicts.held import part
 
 IMPORT = "import halfulp as hu"
@@ -121,12 +122,17 @@ def fix_of(trace: Recorded, grid: str, *, stored: float) -> Fix | None:
     optimizers = list(trace.manifest.get("optimizers", ()))
     if not optimizers:
         return None
-    concerned = [o for o in optimizers if not stored or _holds(o, grid)] or optimizers[:1]
+    there = [o for o in optimizers if not stored or _holds(o, grid)] or optimizers[:1]
+    concerned = [o for o in there if NEAREST in o.get("policies", ()) or _bare(o)] or there
     caller, first = Caller.of(trace), concerned[0]
     caller = replace(caller, names=_names(first) or caller.names)
     if first.get("policies"):
-        kind = first["class"] if first.get("class") in (*DEFAULTS, "SGD", "Lion") else "WriteBack"
+        halfulps = first.get("class") in (*DEFAULTS, "SGD", "Lion")
+        kind, every = (first["class"], "select") if halfulps else ("WriteBack", "params")
         code: tuple[str, ...] = (f'hu.{kind}(..., policy="sr")  # in place of the policy "rne"',)
+        if NEAREST not in first["policies"]:
+            group = f'{{"params": [...], "grid": "{grid}"}}'
+            code = (f"hu.{kind}(..., {every}=lambda name, p: True)  # what it left out: in a group {group}",)
         own = False
     else:
         alone = len(optimizers) == 1 and first.get("one_pass") is True and str(first.get("class")) in DEFAULTS
@@ -141,7 +147,7 @@ def fix_of(trace: Recorded, grid: str, *, stored: float) -> Fix | None:
         framework=caller.framework,
         code=code,
         before=before,
-        after=before if first.get("policies") else after,
+        after=before if NEAREST in first.get("policies", ()) else after,
         float32=wide,
         narrow_moments=own and caller.framework != "torchtune",
     )
@@ -158,6 +164,12 @@ def _holds(optimizer: Mapping[str, Any], grid: str) -> bool:
     dtypes = {"bfloat16": "bf16", "float16": "fp16"}
     held = [str(name).partition(" ")[0] for name in part(part(optimizer, "holds"), "parameters")]
     return not held or grid in [dtypes.get(name, name) for name in held]
+
+
+def _bare(optimizer: Mapping[str, Any]) -> bool:
+    """Return True if an optimizer steps weights that no write-back stores."""
+    held = part(part(optimizer, "holds"), "parameters")
+    return not held or any(" written by " not in str(name) for name in held)
 
 
 def _for_each(

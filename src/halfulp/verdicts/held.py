@@ -31,8 +31,11 @@ def coded_words(trace: Recorded) -> str | None:
     return f"Not followed: {'; '.join(parts)}. They are codes with scales, and no values." if parts else None
 
 
-def keepers(trace: Recorded) -> str | None:
-    """Name the states that keep what 16-bit weights do not hold; None unless all such weights have one."""
+def keepers(trace: Recorded) -> list[str] | None:
+    """Name the states that keep what 16-bit weights do not hold; None if such weights have none.
+
+    Weights that a write-back stores are not among them: its policy decides.
+    """
     named: dict[str, None] = {}
     for optimizer in trace.manifest.get("optimizers", ()):
         holds = part(optimizer, "holds")
@@ -43,7 +46,7 @@ def keepers(trace: Recorded) -> str | None:
             return None
         whose = shown(str(optimizer.get("class")), 30)
         named.update(dict.fromkeys(f"{whose}'s {shown(str(kind), 40)}" for kind in states))
-    return " and ".join(named) or None
+    return list(named)
 
 
 def stored_words(trace: Recorded, names: Sequence[str]) -> str:
