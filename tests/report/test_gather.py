@@ -51,6 +51,19 @@ def test_findings_equal_those_of_the_verdict(recorded: hu.Trace) -> None:
     assert gather(recorded).findings() == findings(recorded)
 
 
+def test_findings_of_a_run_that_a_write_back_has_in_part(tmp_path: Path) -> None:
+    """They are about the weights that lose updates."""
+    model = made("gpt").bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    opt = hu.WriteBack(optimizer, "bf16", "sr", model=model, params=lambda name, p: p.dim() > 1)
+    with hu.Audit(opt, ["bf16", "e5m2"], model=model, out=tmp_path / "run") as audit:
+        train(model, opt, 3, audit=audit)
+    trace = hu.Trace.open(tmp_path / "run")
+    found = gather(trace).findings()
+    assert found == findings(trace)
+    assert found[0].of < 0.5
+
+
 def test_shares_of_tensors_equal_those_of_the_trace(recorded: hu.Trace) -> None:
     g = gather(recorded)
     for grid in recorded.grids:

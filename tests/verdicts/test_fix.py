@@ -418,6 +418,17 @@ def test_a_write_back_of_some_tensors_only(own: bool, tmp_path: Path) -> None:
     assert keeping(memory.trace, "bf16") == "sr"
 
 
+def test_layers_that_are_unfrozen_later_are_kept(tmp_path: Path) -> None:
+    """A write-back takes them up by itself, so they are not among what it left out."""
+    text = LOOP.replace("MAKE", "hu.AdamW(net.named_parameters(), lr=1e-5)")
+    text = text.replace("net = build()", "import halfulp as hu\nnet = build()\nnet[0].requires_grad_(False)")
+    text = text.replace("    opt.zero_grad()", "    net[0].requires_grad_(step > 3)\n    opt.zero_grad()")
+    memory, answer = audited(text, tmp_path)
+    assert answer.headline.startswith("Nothing lost: sr write-back carries the updates to bf16")
+    (held,) = (o["holds"]["parameters"] for o in memory.trace.manifest["optimizers"])
+    assert held == {"bf16 written by sr, in bfloat16": 592, "frozen in bfloat16": 544}
+
+
 def test_a_rate_is_named_at_which_steps_are_too_small(tmp_path: Path) -> None:
     """A schedule that begins with a rate that loses next to nothing loses at its end."""
     loop = LOOP.replace("MAKE", "torch.optim.AdamW(net.parameters(), lr=1e-1)").replace(

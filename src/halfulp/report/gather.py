@@ -27,8 +27,8 @@ from halfulp.measures.groups import CORE
 from halfulp.trace import Columns, Trace
 from halfulp.trace.columns import groups
 from halfulp.trace.shares import known_zero, lost_share
-from halfulp.trace.stored_on import default_scope, on_grid, same_values
-from halfulp.verdicts.findings import HARDLY, Finding, average, known
+from halfulp.trace.stored_on import on_grid
+from halfulp.verdicts.findings import HARDLY, Finding, average, concerned, known, unkept
 
 Array = npt.NDArray[Any]
 
@@ -66,8 +66,8 @@ class Gathered:
     steps: Array
     loss: Array
     classes: Sequence[tuple[str, bool, tuple[str, ...]]]
-    """(group, whether of two or more dimensions, the grids that it is stored on); the groups that are not
-    shown by name are ''."""
+    """(group, whether of two or more dimensions, the grids that it is stored on, without those on which a
+    policy keeps its updates and not the others'); the groups that are not shown by name are ''."""
     sizes: Array
     """Weights, (steps, classes)."""
     idle: Array
@@ -171,7 +171,7 @@ class Gathered:
 
     def _finding(self, grid: str) -> Finding:
         f = self.lost_share(grid)
-        f, ids = f[~np.isnan(f)], self.trace.ids(default_scope(self.trace, grid))
+        f, ids = f[~np.isnan(f)], self.trace.ids(concerned(self.trace, grid))
         return Finding(
             grid=grid,
             measured=set(ids) <= set(on_grid(self.trace, grid)),
@@ -210,7 +210,7 @@ def gather(trace: Trace) -> Gathered:
     place = np.full(max(t["id"] for t in trace.manifest["tensors"]) + 1, -1)  # -1: a tensor without weights
     place[[t["id"] for t in tensors]] = np.arange(len(tensors))
     full = np.isin([t["id"] for t in tensors], trace.tells_zero())
-    keys = _classes(tensors, trace.grids)
+    keys = _classes(trace)
     classes = list(dict.fromkeys(keys))
     class_of = np.array([classes.index(key) for key in keys])
     columns = _columns(trace)
@@ -279,9 +279,10 @@ def _add_arrived(
     _add(proposed, flat[there], squares[there])
 
 
-def _classes(tensors: list[dict[str, Any]], grids: Sequence[str]) -> list[tuple[str, bool, tuple[str, ...]]]:
+def _classes(trace: Trace) -> list[tuple[str, bool, tuple[str, ...]]]:
     """Return the class of each tensor; the smallest of too many groups share one."""
-    weights: dict[str, int] = {}
+    tensors, weights = trace.tensors, dict[str, int]()
+    concern = {grid: set(unkept(trace, grid) or on_grid(trace, grid)) for grid in trace.grids}
     for t in tensors:
         weights[t["group"]] = weights.get(t["group"], 0) + int(t["recorded"])
     largest = sorted(weights, key=lambda group: (-weights[group], group))[:GROUPS]
@@ -290,7 +291,7 @@ def _classes(tensors: list[dict[str, Any]], grids: Sequence[str]) -> list[tuple[
         (
             t["group"] if t["group"] in named else "",
             len(t["shape"]) >= 2,
-            tuple(grid for grid in grids if same_values(t["stored"], grid, t["dtype"])),
+            tuple(grid for grid, ids in concern.items() if t["id"] in ids),
         )
         for t in tensors
     ]

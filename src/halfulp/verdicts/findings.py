@@ -205,8 +205,11 @@ def unkept(trace: Recorded, grid: str) -> list[int]:
     ids = moved_on_grid(trace, grid)
     if NEAREST in policies(trace):
         return ids
-    plain = {t["id"] for t in trace.tensors if t["stored"] == t["dtype"]}
-    return [i for i in ids if i in plain] if held.keepers(trace) is None else []
+    if held.keepers(trace) is not None:
+        return []
+    own = held.written(trace)  # the grid of a write-back may be called as the dtype is
+    plain = {t["id"] for t in trace.tensors if t["stored"] == t["dtype"] and t["stored"] not in own}
+    return [i for i in ids if i in plain]
 
 
 def concerned(trace: Recorded, grid: str) -> Scope:

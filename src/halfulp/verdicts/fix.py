@@ -28,7 +28,7 @@ import torch
 
 from halfulp.text import count
 from halfulp.trace import Recorded
-from halfulp.trace.stored_on import NEAREST
+from halfulp.trace.stored_on import DTYPES, NEAREST
 from halfulp.verdicts.held import part
 
 IMPORT = "import halfulp as hu"
@@ -123,7 +123,7 @@ def fix_of(trace: Recorded, grid: str, *, stored: float) -> Fix | None:
     if not optimizers:
         return None
     there = [o for o in optimizers if not stored or _holds(o, grid)] or optimizers[:1]
-    concerned = [o for o in there if NEAREST in o.get("policies", ()) or _bare(o)] or there
+    concerned = [o for o in there if _loses(o)] or there
     caller, first = Caller.of(trace), concerned[0]
     caller = replace(caller, names=_names(first) or caller.names)
     if first.get("policies"):
@@ -166,10 +166,10 @@ def _holds(optimizer: Mapping[str, Any], grid: str) -> bool:
     return not held or grid in [dtypes.get(name, name) for name in held]
 
 
-def _bare(optimizer: Mapping[str, Any]) -> bool:
-    """Return True if an optimizer steps weights that no write-back stores."""
-    held = part(part(optimizer, "holds"), "parameters")
-    return not held or any(" written by " not in str(name) for name in held)
+def _loses(optimizer: Mapping[str, Any]) -> bool:
+    """Return True if an optimizer steps weights that no policy keeps."""
+    policies, held = optimizer.get("policies") or [NEAREST], part(part(optimizer, "holds"), "parameters")
+    return NEAREST in policies or any(str(name) in DTYPES for name in held)
 
 
 def _for_each(

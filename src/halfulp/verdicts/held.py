@@ -49,6 +49,12 @@ def keepers(trace: Recorded) -> list[str] | None:
     return list(named)
 
 
+def written(trace: Recorded) -> set[str]:
+    """Return the names of the grids on which write-backs store weights."""
+    holds = [part(part(o, "holds"), "parameters") for o in trace.manifest.get("optimizers", ())]
+    return {str(name).split(" written by ")[0] for h in holds for name in h if " written by " in str(name)}
+
+
 def stored_words(trace: Recorded, names: Sequence[str]) -> str:
     """Say what weights are stored in, by ``names``, and the optimizer's states where they are followed."""
     weights = " and ".join(names)

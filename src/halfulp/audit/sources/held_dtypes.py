@@ -136,7 +136,8 @@ def gradients(optimizer: torch.optim.Optimizer) -> Sizes:
 def counts_by_dtype(optimizer: torch.optim.Optimizer, gradients: Sizes) -> dict[str, Any]:
     """Count values by dtype: parameters, gradients, and states under the optimizer's names for them.
 
-    For parameters that a write-back stores, also say the grid, the policy and where they are.
+    For parameters that a write-back stores, also say the grid, the policy and where they are; those that are
+    frozen it takes up when they are not.
     """
     slots = optimizer.slots if isinstance(optimizer, WriteBack) else []
     inner = wrapped(optimizer)
@@ -153,8 +154,14 @@ def counts_by_dtype(optimizer: torch.optim.Optimizer, gradients: Sizes) -> dict[
             for x in state if isinstance(state, list | tuple) else (state,):
                 if isinstance(x, torch.Tensor) and (x.numel() > 1 or narrow_scalar(x)):
                     states.setdefault(str(kind), []).append(x)
+    rest = [p for p in params if p not in stepped]
+    frozen = _sizes(p for p in rest if slots and not p.requires_grad)
     return {
-        "parameters": {**written, **_sizes(p for p in params if p not in stepped)},
+        "parameters": {
+            **written,
+            **_sizes(p for p in rest if not slots or p.requires_grad),
+            **{f"frozen in {dtype}": n for dtype, n in frozen.items()},
+        },
         "gradients": gradients,
         "states": {kind: _sizes(tensors) for kind, tensors in states.items()},
     }
