@@ -276,14 +276,26 @@ def _compare_code(opened: Opened, source: loading.Source, page: Validation, stri
 
 
 def _same_result(store: Store, stored: dict[str, Json], again: dict[str, Json], *, moved: bool) -> int:
-    """Count values that differ by rounding alone (`moved`: on other code or hardware); more is an error."""
+    """Compare a stored result with the recomputed one, and refuse it if it differs.
+
+    Args:
+        store: Where the stored one is.
+        stored: The result as it was stored.
+        again: The result as it was recomputed.
+        moved: True on other code or hardware: there numbers may differ by rounding.
+
+    Returns:
+        How many values differ by rounding.
+    """
     rounded = 0
 
     def near(old: float | None, new: float | None, scale: float) -> bool:
         return moved and old is not None and new is not None and abs(old - new) <= ROUNDING * scale
 
-    different = list(changes({k: stored[k] for k in stored if k not in ("estimands", "gates")},
-                             {k: again[k] for k in again if k not in ("estimands", "gates")}))  # fmt: skip
+    old_rest, new_rest = (
+        {k: v for k, v in result.items() if k not in ("estimands", "gates")} for result in (stored, again)
+    )
+    different = list(changes(old_rest, new_rest))
     for name, units in again["estimands"].items():
         before = stored["estimands"].get(name, {})
         scale = max((abs(value) for value in units.values() if value is not None), default=0.0)

@@ -216,14 +216,18 @@ def answer_of(
     *,
     page: str | None = None,
 ) -> Answer:
-    """Build the answer from existing findings; see :func:`verdict`."""
+    """Build the answer from existing findings; see :func:`verdict`.
+
+    It is about the format that most weights are stored in; where no finding is about a stored format, about
+    the first format that would lose something.
+    """
     bad = details.nonfinite_words(trace)
     at_home = [f for f in by_grid if moved_on_grid(trace, f.grid)]
-    bad_ones = [f for f in by_grid if f.severity not in (FINE, *NO_SHARE)]
-    losing = [f for f in at_home if f in bad_ones and unkept(trace, f.grid)]
-    first = max(at_home, key=lambda f: f.of) if at_home else (*bad_ones, *by_grid)[0]
-    if losing and keeping(trace, first.grid):  # which is true of the most weights, and not of all
-        first = max(losing, key=lambda f: f.of)
+    losing = [f for f in by_grid if f.severity not in (FINE, *NO_SHARE)]
+    unguarded = [f for f in at_home if f in losing and unkept(trace, f.grid)]
+    first = max(at_home, key=lambda f: f.of) if at_home else (*losing, *by_grid)[0]
+    if unguarded and keeping(trace, first.grid):  # which is true of the most weights, and not of all
+        first = max(unguarded, key=lambda f: f.of)
     kept = is_cast(trace) or (bool(at_home) and keeping(trace, first.grid) is not None)
     masters = len(copies(trace)) == len(trace.tensors)
     broke = _broke(trace, first)
@@ -263,16 +267,12 @@ def answer_of(
 def _headline(
     trace: Recorded, by_grid: Sequence[Finding], first: Finding, *, kept: bool, masters: bool
 ) -> str:
+    """Say in one sentence what was lost, or why that cannot be said, or why nothing is."""
     steps = count(len(trace.steps), "step")
     still = "" if (first.never_moved or 0) < STUCK else percent(first.never_moved)
-    if first.severity == NOT_FINITE:
-        return f"Nothing can be said: {NOT_FINITE}."
-    if _broke(trace, first):
-        finite = f"of the updates that were finite, {percent(first.lost)} were lost"
-        return f"Most weights or updates were not finite ({steps}): the run failed; {finite}."
-    if first.severity == UNASKED:
-        at = " at a learning rate of 0" if not trace.scan("tensors", "lr")["lr"].any() else ""
-        return f"Nothing can be said: {UNASKED} in {steps}{at}."
+    undecided = _undecided(trace, first, steps)
+    if undecided is not None:
+        return undecided
     if is_cast(trace):
         return (
             f"Nothing lost: the main parameters keep what a cast does not write ({percent(first.lost)} of "
@@ -288,12 +288,35 @@ def _headline(
     if masters:
         return "Nothing lost: the optimizer steps copies in full precision."
     if first.severity == FINE:
-        was = "this run lost" if first.measured else "this run would lose"
-        said = f"{was} {percent(first.lost)} of {_of(first)} updates in {first.grid} ({steps})"
-        if any(f.severity != FINE for f in by_grid):
-            return f"{said[0].upper()}{said[1:]}: nothing to mend."
-        names = ", ".join(f.grid for f in by_grid if f is not first)
-        return f"Nothing found: {said}{f', and hardly more in {names}' if names else ''}."
+        return _fine(by_grid, first, steps)
+    return _lost(trace, first, steps, still)
+
+
+def _undecided(trace: Recorded, first: Finding, steps: str) -> str | None:
+    """Say why a run cannot be judged; None if it can."""
+    if first.severity == NOT_FINITE:
+        return f"Nothing can be said: {NOT_FINITE}."
+    if _broke(trace, first):
+        finite = f"of the updates that were finite, {percent(first.lost)} were lost"
+        return f"Most weights or updates were not finite ({steps}): the run failed; {finite}."
+    if first.severity == UNASKED:
+        at = " at a learning rate of 0" if not trace.scan("tensors", "lr")["lr"].any() else ""
+        return f"Nothing can be said: {UNASKED} in {steps}{at}."
+    return None
+
+
+def _fine(by_grid: Sequence[Finding], first: Finding, steps: str) -> str:
+    """Say how little was lost, of this format and of the others."""
+    was = "this run lost" if first.measured else "this run would lose"
+    said = f"{was} {percent(first.lost)} of {_of(first)} updates in {first.grid} ({steps})"
+    if any(f.severity != FINE for f in by_grid):
+        return f"{said[0].upper()}{said[1:]}: nothing to mend."
+    names = ", ".join(f.grid for f in by_grid if f is not first)
+    return f"Nothing found: {said}{f', and hardly more in {names}' if names else ''}."
+
+
+def _lost(trace: Recorded, first: Finding, steps: str, still: str) -> str:
+    """Say what was lost, or would be, and which share (``still``) of the weights never moved."""
     start = "This run" if moved_on_grid(trace, first.grid) else f"Stored in {first.grid}, this run would"
     if not first.measured and trace.ids() == trace.in_full() and not policies(trace):
         start = f"Nothing is lost in {' and '.join(_stored(trace, trace.ids()))}. {start}"
@@ -404,7 +427,7 @@ def _where(trace: Recorded, first: Finding) -> tuple[str, ...]:
 
 
 def _flat(trace: Recorded, first: Finding, flat: list[dict[str, Any]], shares: dict[int, float]) -> list[str]:
-    """Norm gains and biases: one row, or one each where they differ, and tensors that stand out."""
+    """Return shares of norm gains and biases: of both, or of each where they differ; and what stands out."""
     gains = [t for t in flat if t["group"] == "norm" and not str(t["name"]).endswith("bias")]
     biases = [t for t in flat if t not in gains]
     means = [average(trace.frozen(first.grid, [t["id"] for t in row])) for row in (gains, biases) if row]
@@ -413,8 +436,10 @@ def _flat(trace: Recorded, first: Finding, flat: list[dict[str, Any]], shares: d
     said = []
     for row in filter(None, (gains, biases) if apart else (flat,)):
         share = average(trace.frozen(first.grid, [t["id"] for t in row]))
-        counts = [(sum(t in gains for t in row), "norm gain"), (sum(t in biases for t in row), "biase")]
-        kinds = [count(n, what).removesuffix("e") for n, what in counts if n]
+        n = sum(t in gains for t in row)
+        kinds = [count(n, "norm gain")] if n else []
+        if rest := len(row) - n:
+            kinds.append(f"{rest} bias{'' if rest == 1 else 'es'}")
         whose = "its" if len(row) == 1 else "their"
         start = f" (still at {whose} start)" if all(t["name"] in stuck for t in row) else ""
         everyone = "all " if start and len(row) > 1 else ""
