@@ -26,7 +26,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,7 +227,7 @@ def _run_stages(
                 progress.stage(stage, len(stage.cells) - len(waiting))
                 if waiting:
                     running = running or executor(opening, workers)
-                    _run_cells(study, stage, deque(waiting), running, interrupts, progress)
+                    _StageRun(study, stage, running, interrupts, progress).run(waiting)
                 _seal_stage(study, stage.name)
     finally:
         if running is not None:
@@ -251,114 +251,134 @@ def _authorised(study: OpenStudy, stage: SealedStage, progress: Progress) -> boo
     return True
 
 
-def _run_cells(
-    study: OpenStudy,
-    stage: SealedStage,
-    waiting: deque[str],
-    executor: Executor,
-    interrupts: Interrupts,
-    progress: Progress,
-) -> None:
-    under_way = 0
-    failed: list[str] = []
-    finished: list[Message] = []
-    due = 0.0
-    while waiting or under_way:
-        if interrupts.count and not interrupts.announced:
-            interrupts.announced = True
-            files.put(study.store.stop_file, b"", study.store.work)
-            progress.say(
+class _StageRun:
+    """The run of a stage's cells: as many at a time as the executor takes, until all have records.
+
+    Once a cell has failed for good, or the run is interrupted, no further cell begins; records of cells that
+    still finish are kept.
+    """
+
+    def __init__(
+        self, study: OpenStudy, stage: SealedStage, executor: Executor, interrupts: Interrupts,
+        progress: Progress,
+    ) -> None:  # fmt: skip
+        self.study, self.stage, self.executor = study, stage, executor
+        self.interrupts, self.progress = interrupts, progress
+        self.under_way = 0
+        self.failed: list[str] = []
+        self.finished: list[Message] = []
+        """Answers whose records are not on the disk yet; at the time ``due`` they are put there."""
+        self.due = 0.0
+
+    def run(self, cells: Iterable[str]) -> None:
+        """Run these cells to their end, or raise what kept them from it."""
+        waiting = deque(cells)
+        while waiting or self.under_way:
+            self._pass_interrupt_on()
+            if self.interrupts.count > 1:
+                break
+            free = self.executor.capacity if not self.failed and not self.interrupts.count else 0
+            while waiting and self.under_way < free:
+                self._begin(waiting.popleft())
+            if not self.under_way:
+                break
+            seconds = max(0.0, self.due - time.monotonic()) if self.finished else WAIT_SECONDS
+            for answer in self.executor.wait(seconds):
+                if self._take(answer):
+                    waiting.appendleft(answer["cell"])
+            if self.finished and (time.monotonic() >= self.due or len(self.finished) >= TOGETHER):
+                self._commit()
+        self._commit()
+        if self.failed:
+            raise FailedError(
+                f"{plain(self.failed[0])}\nThe study stops here (its protocol's retries: "
+                f"{self.study.protocol.retries}). Records that were made are kept; run again to try the cell "
+                "again."
+            )
+        if self.interrupts.count:
+            said = "Interrupted. Records that were made are kept; run again to go on."
+            raise Interrupted(said, self.interrupts.number)
+
+    def _pass_interrupt_on(self) -> None:
+        """Tell the cells of a first interrupt, by a file that they look for when they save."""
+        if self.interrupts.count and not self.interrupts.announced:
+            self.interrupts.announced = True
+            files.put(self.study.store.stop_file, b"", self.study.store.work)
+            self.progress.say(
                 "stopping: running cells stop when they next save; press Ctrl-C again to end them at once"
             )
-        if interrupts.count > 1:
-            break
-        while waiting and under_way < executor.capacity and not failed and not interrupts.count:
-            _begin(study, stage.name, waiting.popleft(), executor, progress)
-            under_way += 1
-        if not under_way:
-            break
-        for answer in executor.wait(WAIT_SECONDS if not finished else max(0.0, due - time.monotonic())):
-            kind = answer["answer"]
-            if kind == "progress":
-                progress.share(answer["cell"], answer["share"])
-                continue
-            if kind == "refused":
-                _commit(study, finished, progress)
-                raise _refused(answer)
-            under_way -= 1
-            if kind == "finished":
-                due = due if finished else time.monotonic() + executor.patience
-                finished.append(answer)
-            elif kind == "stopped":
-                progress.ended(answer["cell"], "stopped")
-            elif _fail(study, answer, progress):
-                waiting.appendleft(answer["cell"])
-            else:
-                failed.append(answer["error"])
-        if finished and (time.monotonic() >= due or len(finished) >= TOGETHER):
-            _commit(study, finished, progress)
-            finished = []
-    _commit(study, finished, progress)
-    if failed:
-        raise FailedError(
-            f"{plain(failed[0])}\nThe study stops here (its protocol's retries: {study.protocol.retries}). "
-            "Records that were made are kept; run again to try the cell again."
+
+    def _begin(self, cell: str) -> None:
+        study, key = self.study, (self.stage.name, cell)
+        kind = "retried" if key in study.ledger.failures else "started"
+        study.ledger.append({"event": kind, "stage": self.stage.name, "cell": cell}, durable=False)
+        study.attempts[key] = study.attempts.get(key, 0) + 1
+        self.executor.submit(*key, dict(study.ledger.stages))
+        self.progress.shares[cell] = 0.0
+        self.under_way += 1
+
+    def _take(self, answer: Message) -> bool:
+        """Take an answer of the executor; return True if its cell is to be tried again."""
+        kind = answer["answer"]
+        if kind == "progress":
+            self.progress.share(answer["cell"], answer["share"])
+            return False
+        if kind == "refused":
+            self._commit()
+            raise _refused(answer)
+        self.under_way -= 1
+        if kind == "finished":
+            if not self.finished:
+                self.due = time.monotonic() + self.executor.patience
+            self.finished.append(answer)
+        elif kind == "stopped":
+            self.progress.ended(answer["cell"], "stopped")
+        else:
+            return self._fail(answer)
+        return False
+
+    def _fail(self, answer: Message) -> bool:
+        """Note a failure; return True if the cell may be tried again."""
+        study, key, error = self.study, (answer["stage"], answer["cell"]), answer["error"]
+        study.ledger.append(
+            {"event": "failed", "stage": key[0], "cell": key[1], "error": plain(error)[:ERROR_LENGTH]}
         )
-    if interrupts.count:
-        said = "Interrupted. Records that were made are kept; run again to go on."
-        raise Interrupted(said, interrupts.number)
+        again = study.attempts[key] <= study.protocol.retries
+        error = f"Cell {'/'.join(key)} failed: {error}"
+        self.progress.ended(answer["cell"], "failed, tried again" if again else "failed")
+        self.progress.say(quoted(answer.get("traceback") or error))
+        if not again:
+            self.failed.append(error)
+        return again
+
+    def _commit(self) -> None:
+        """Make the records of finished cells durable, then let the ledger name them."""
+        answers, self.finished = self.finished, []
+        if not answers:
+            return
+        study, store, items, events = self.study, self.study.store, [], []
+        for answer in answers:
+            stage, cell = answer["stage"], answer["cell"]
+            attached = {name: base64.b64decode(text) for name, text in answer["attached"].items()}
+            items += [(store.attached_file(stage, cell, name), content) for name, content in attached.items()]
+            content = canonical.dumps(study.binding.record(stage, cell, answer["outcome"], attached))
+            items.append((store.record_file(stage, cell), content))
+            events.append(
+                {"event": "finished", "stage": stage, "cell": cell, "record": canonical.sha256(content),
+                 "process": answer["process"]}
+            )  # fmt: skip
+        files.put_all(items, store.work)
+        study.ledger.append(*events)
+        for answer in answers:
+            checkpoint = store.checkpoint_file(answer["stage"], answer["cell"])
+            if checkpoint.exists():
+                files.remove(checkpoint)
+            self.progress.ended(answer["cell"], "finished")
 
 
 def _refused(answer: Message) -> HalfulpError:
     kinds = {kind.exit_code: kind for kind in (UsageError, TamperingError, DiskError)}
     return kinds.get(answer.get("exit_code", 0), UsageError)(answer["error"])
-
-
-def _begin(study: OpenStudy, stage: str, cell: str, executor: Executor, progress: Progress) -> None:
-    again = (stage, cell) in study.ledger.failures
-    study.ledger.append(
-        {"event": "retried" if again else "started", "stage": stage, "cell": cell}, durable=False
-    )
-    study.attempts[stage, cell] = study.attempts.get((stage, cell), 0) + 1
-    executor.submit(stage, cell, dict(study.ledger.stages))
-    progress.shares[cell] = 0.0
-
-
-def _fail(study: OpenStudy, answer: Message, progress: Progress) -> bool:
-    """Note a failure; return whether the cell may be tried again."""
-    stage, cell = answer["stage"], answer["cell"]
-    study.ledger.append(
-        {"event": "failed", "stage": stage, "cell": cell, "error": plain(answer["error"])[:ERROR_LENGTH]}
-    )
-    again = study.attempts[stage, cell] <= study.protocol.retries
-    answer["error"] = f"Cell {stage}/{cell} failed: {answer['error']}"
-    progress.ended(cell, "failed, tried again" if again else "failed")
-    progress.say(quoted(answer.get("traceback") or answer["error"]))
-    return again
-
-
-def _commit(study: OpenStudy, answers: list[Message], progress: Progress) -> None:
-    """Make records durable, then let the ledger name them."""
-    if not answers:
-        return
-    store, items, events = study.store, [], []
-    for answer in answers:
-        stage, cell = answer["stage"], answer["cell"]
-        attached = {name: base64.b64decode(text) for name, text in answer["attached"].items()}
-        items += [(store.attached_file(stage, cell, name), content) for name, content in attached.items()]
-        content = canonical.dumps(study.binding.record(stage, cell, answer["outcome"], attached))
-        items.append((store.record_file(stage, cell), content))
-        events.append(
-            {"event": "finished", "stage": stage, "cell": cell, "record": canonical.sha256(content),
-             "process": answer["process"]}
-        )  # fmt: skip
-    files.put_all(items, store.work)
-    study.ledger.append(*events)
-    for answer in answers:
-        checkpoint = store.checkpoint_file(answer["stage"], answer["cell"])
-        if checkpoint.exists():
-            files.remove(checkpoint)
-        progress.ended(answer["cell"], "finished")
 
 
 def _seal_stage(study: OpenStudy, stage: str) -> None:

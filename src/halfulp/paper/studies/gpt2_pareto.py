@@ -35,6 +35,7 @@ from halfulp.paper.studies import _allocation as shared
 from halfulp.paper.studies import _systems as systems
 from halfulp.paper.studies.claims import Beside, average, over
 from halfulp.paper.studies.declared import OURS, declared, gate, rule
+from halfulp.paper.values import known
 from halfulp.study.protocol import Estimand, Records, Table, Values
 
 BUDGETS = (5, 10, 20)
@@ -80,8 +81,8 @@ def margins(records: Records, percent: int) -> dict[str, list[float | None]]:
 def passes(margins: Mapping[str, list[float | None]]) -> bool:
     """Return True if all floors are met."""
     for name, (each, mean) in FLOORS.items():
-        known = [v for v in margins[name] if v is not None]
-        if len(known) < len(margins[name]) or min(known) < each or statistics.mean(known) < mean:
+        values = known(margins[name])
+        if len(values) < len(margins[name]) or min(values) < each or statistics.mean(values) < mean:
             return False
     return True
 
@@ -178,13 +179,20 @@ def choices(records: Records) -> Table:
 def curve(records: Records) -> Any:
     """Draw the recovery against the bytes that a policy keeps, with the choices that no cheaper one beats."""
     arms = [arm for arm in RUNS.arms if arm in CHOICES or arm.startswith(("target", "control"))]
-    payload = {arm: max(systems.column(records, arm, "policy_bytes")) for arm in CHOICES}
-    kept = {arm: payload.get(arm, payload[f"source-P-{arm.rpartition('-')[2]}"] if "-" in arm else 0.0)
-            for arm in arms}  # fmt: skip
-    known = {
-        arm: [0.0 if arm == "rne" else measures.recovery(u, arm) for u in RUNS.over(records)] for arm in arms
+    measured = {arm: max(systems.column(records, arm, "policy_bytes")) for arm in CHOICES}
+
+    def bytes_of(arm: str) -> float:
+        """An arm whose memory was not measured keeps what the source's mask of its budget keeps."""
+        if arm in measured:
+            return measured[arm]
+        return measured[f"source-P-{arm.rpartition('-')[2]}"] if "-" in arm else 0.0
+
+    kept = {arm: bytes_of(arm) for arm in arms}
+    units = RUNS.over(records)
+    won = {
+        arm: [0.0] * len(units) if arm == "rne" else known(measures.recovery(u, arm) for u in units)
+        for arm in arms
     }
-    won = {arm: [v for v in values if v is not None] for arm, values in known.items()}
     at = {arm: (kept[arm], statistics.mean(won[arm])) for arm in arms}
     usable = {arm: at[arm] for arm in CHOICES}
     return plots.budget_curve(
