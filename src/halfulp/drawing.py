@@ -91,7 +91,7 @@ RC: dict[Any, Any] = {
 
 @contextmanager
 def house_style() -> Iterator[None]:
-    """Everything drawn inside has the house style; afterwards matplotlib is as it was."""
+    """Draw in the house style within the context; afterwards matplotlib is as it was."""
     import matplotlib as mpl
 
     with mpl.rc_context(RC):

@@ -120,7 +120,7 @@ class Reach:
 
 
 def _half_gaps(n: Array, grid: Grid) -> tuple[Array, Array]:
-    """Magnitudes, and half the gaps on their sides towards zero; both exact in float64."""
+    """Return magnitudes, and half the gaps on their sides towards zero; both are exact in float64."""
     v = value_of(n, grid)
     return v, np.where(n > 0, v - value_of(np.maximum(n - 1, 0), grid), value_of(np.ones_like(n), grid)) / 2
 

@@ -304,7 +304,7 @@ class _Checking:
 
 
 def _indices(values: torch.Tensor, grid: Grid) -> Array:
-    """The index of every magnitude on a grid; -1 for what is not finite."""
+    """Return the index of every magnitude on a grid; -1 for what is not finite."""
     v = values.double().abs().numpy()
     finite = np.isfinite(v)
     return np.where(finite, index_of(np.where(finite, v, 0.0), grid), -1)

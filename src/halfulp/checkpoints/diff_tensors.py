@@ -185,7 +185,7 @@ def _classes(moved: Array) -> Array:
 
 
 def _median(classes: Array) -> int:
-    """The lower median of the moves; of a large one, the least of its class."""
+    """Return the lower median of the moves; a large one is given as the least of its class."""
     total = int(classes.sum())
     if not total:
         return 0

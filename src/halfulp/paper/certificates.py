@@ -319,7 +319,7 @@ class Prefix:
 def reachable_prefix(
     objective: Objective, sources: Sequence[Descent], target: Descent, *, coordinate: int = 0
 ) -> Prefix:
-    """Two objectives with the same past and opposite next events at a coordinate (Eqs. 11 to 13).
+    """Construct two objectives with the same past and opposite next events at a coordinate (Eqs. 11 to 13).
 
     The target's last rate is that of the next update; the ones before lead to q. Everything is then
     executed under both objectives and compared bit for bit, so what comes back has been verified.

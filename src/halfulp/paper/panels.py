@@ -38,7 +38,7 @@ def timing_pairs(ax: Any, points: Mapping[str, Points], predictor: str, toleranc
 
 
 def locations(ax: Any, values: Mapping[str, Sequence[float]]) -> None:
-    """Median, quartiles and range of the pooled rho at the crossing, by system."""
+    """Draw median, quartiles and range of the pooled rho at the crossing, by system."""
     ax.axvspan(0.5, 1.0, color="0.9", zorder=0)
     ax.axvline(RHO_STAR, color="0.5", linewidth=0.8, zorder=0)
     for row, v in enumerate(values.values()):
@@ -53,7 +53,7 @@ def locations(ax: Any, values: Mapping[str, Sequence[float]]) -> None:
 
 
 def widths(each: Mapping[int, Points], means: Mapping[int, Points]) -> Any:
-    """Crossover width against size, by mantissa: every seed, and the means."""
+    """Draw the crossover width against size, by mantissa: every seed, and the means."""
     fig, (ax,) = new_figure(width=5.4, height=3.6)
     for color, (m, points) in enumerate(each.items()):
         ax.scatter([n for n, _ in points], [w for _, w in points], s=8, alpha=0.4, color=f"C{color}")
@@ -70,7 +70,7 @@ def widths(each: Mapping[int, Points], means: Mapping[int, Points]) -> Any:
 def phase_diagram(
     real: Grid2d, forecast: Grid2d, stochastic: Grid2d, bad: Mapping[float, tuple[int, int]], learned: float
 ) -> Any:
-    """Agreement of the forecast, and the learned fraction of both arms, with diverged references hatched."""
+    """Draw where the forecast agrees, and what both arms learn; diverged references are hatched."""
     fig, (left, middle, right) = new_figure(1, 3, width=11.0, height=3.6, sharey=True)
     mantissas, rates = sorted({m for m, _ in real}), sorted({rate for _, rate in real})
     for (m, rate), value in real.items():
@@ -111,7 +111,7 @@ def _cell(
 
 
 def learned_shares(cells: Mapping[int, Sequence[tuple[float, float, float]]], positive: float) -> Any:
-    """Learned share against rate, by mantissa: (rate, measured, forecast)."""
+    """Draw the learned share against the rate, by mantissa: (rate, measured, forecast)."""
     fig, axes = new_figure(1, len(cells), width=2 * len(cells), sharey=True)
     for ax, (m, each) in zip(axes, cells.items(), strict=True):
         rates, measured, forecast = zip(*each, strict=True)
@@ -130,7 +130,7 @@ def learned_shares(cells: Mapping[int, Sequence[tuple[float, float, float]]], po
 
 
 def margins(curves: Mapping[str, Points], aim: float, units: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Risk against coverage, a curve a forecast; and one unit a grid, its interval and what happened."""
+    """Draw risk against coverage by forecast; and one unit per grid, its interval and what happened."""
     fig, (left, *others) = new_figure(1, 1 + len(units), width=2 * (1 + len(units)))
     for (name, curve), color in zip(curves.items(), COLOURS, strict=False):
         left.plot(*zip(*curve, strict=True), "o-", color=color, markersize=3, label=name)

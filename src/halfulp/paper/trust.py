@@ -149,7 +149,7 @@ def posterior(q_a: Values, d_a: Values, q_hat: Values, d_r: Values, grid: GridLi
 
 
 def auroc_of_counts(correct: npt.ArrayLike, wrong: npt.ArrayLike) -> float | None:
-    """AUROC from counts of right and wrong events per margin, smallest margin first.
+    """Return the AUROC from counts of right and wrong events per margin, smallest margin first.
 
     For streams too long to sort: count into fine bins (events of one bin are ties) and add up.
     """
@@ -207,7 +207,7 @@ def _fixed(grid: GridLike) -> Grid:
 
 
 def _tensors(values: dict[str, Values]) -> list[torch.Tensor]:
-    """Arrays as tensors of one shape and container."""
+    """Return arrays as tensors of one shape and container."""
     tensors = {
         name: x.detach().cpu() if isinstance(x, torch.Tensor) else torch.tensor(np.asarray(x), device="cpu")
         for name, x in values.items()

@@ -35,7 +35,7 @@ def packed(shares: Array) -> str:
 
 
 def binned(values: Array, starts: Array) -> tuple[Array, Array, Array]:
-    """Mean, least and largest value of each bin, over what is not NaN."""
+    """Return the mean, least and largest value of each bin, NaN left out."""
     if len(starts) == len(values):
         return values, values, values
     missing = np.isnan(values)
@@ -48,7 +48,7 @@ def binned(values: Array, starts: Array) -> tuple[Array, Array, Array]:
 
 
 def run_data(run: Run) -> dict[str, Any]:
-    """Curves of one run."""
+    """Return the curves of one run."""
     g = run.gathered
     starts = bins(len(g.steps), BINS)
     curves: dict[str, Any] = {}
@@ -70,7 +70,7 @@ def run_data(run: Run) -> dict[str, Any]:
 
 
 def outcome_data(outcome: Outcome) -> dict[str, Any]:
-    """Forecasts and outcome on the same steps, and the band that the accuracy gate allows."""
+    """Return forecasts and outcome on the same steps, and the band that the accuracy gate allows."""
     starts = bins(len(outcome.steps), BINS)
     return {
         "steps": _edges(outcome.steps, starts),
@@ -82,7 +82,7 @@ def outcome_data(outcome: Outcome) -> dict[str, Any]:
 
 
 def arms_data(group: Arms) -> dict[str, Any]:
-    """Loss curves."""
+    """Return the loss curves of a group of runs."""
     return {"runs": [_loss(run) for run in group.members if np.isfinite(run.gathered.loss).any()]}
 
 
@@ -111,7 +111,7 @@ def _edges(steps: Array, starts: Array) -> list[list[int]]:
 
 
 def _mark(run: Run, grid: str, scope: str) -> list[Any] | None:
-    """[step, value there] where a majority begins that lasts."""
+    """Return [step, value there] where a majority begins that lasts."""
     lasting = run.gathered.majority(grid, scope)
     if lasting is None:
         return None

@@ -106,7 +106,7 @@ def forecast(outcome: Outcome) -> Figure:
 
 
 def losses(members: Sequence[Run]) -> Figure:
-    """Training loss, a line for each policy."""
+    """Draw the training loss, a line for each policy."""
     figure, (panel,) = new_figure()
     for run in members:
         colour = POLICY_COLOURS.get(run.policy or "", GREY)

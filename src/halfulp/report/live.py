@@ -153,13 +153,13 @@ def line(summary: dict[str, Any], speed: str = "") -> str:
 
 
 def beside(summary: dict[str, Any]) -> list[tuple[str, str, float]]:
-    """(role, grid, share) of moments and copies that are stored on the grid: what is being lost there."""
+    """Return (role, grid, share lost) of moments and copies that are stored on the grid."""
     roles = summary.get("roles", {}).items()
     return [(name, grid, said["frozen"][grid]) for name, said in roles for grid in said["measured"]]
 
 
 def worst(summary: dict[str, Any], most: int) -> list[tuple[str, str, float]]:
-    """(tensor, grid, share) of the tensors that lose most on the grid that loses most; of those that know."""
+    """Return (tensor, grid, share) of the tensors that lose most, on the grid that loses most."""
     known = {g: share for g, share in summary["frozen"].items() if share == share}
     if not known:
         return []

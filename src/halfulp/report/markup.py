@@ -40,7 +40,7 @@ Content = str | float | int | None | Iterable[Any]
 
 
 def text(content: Content) -> str:
-    """Content as markup: escaped unless it is markup already; nothing for None; lists one after another."""
+    """Return content as markup: escaped unless it is markup already; None is empty, lists are joined."""
     if content is None:
         return ""
     if isinstance(content, Html):
@@ -80,7 +80,7 @@ def name(chosen: str, width: int = 48) -> Html:
 
 
 def prose(said: str, width: int = 400) -> Html:
-    """Sentences that somebody else wrote."""
+    """Return sentences that somebody else wrote, shortened in the middle."""
     return tag("bdi", elided(shown(said, 10**9), width))
 
 
@@ -97,7 +97,7 @@ def elided(chosen: str, width: int) -> str:
 
 
 def script_json(data: Any) -> Html:
-    """JSON that can stand inside a script element: no byte of it can end the element or open a comment."""
+    """Return JSON that is safe in a script element: no byte of it can end the element or open a comment."""
     script = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for letter in "<>&":
         script = script.replace(letter, f"\\u{ord(letter):04x}")

@@ -86,7 +86,7 @@ def passed_mark(passed: bool | None) -> Html:
 
 
 def policy_section(groups: Sequence[Arms]) -> Html | None:
-    """Policies with their loss, recovery and bytes; of a run on its own, the loss."""
+    """Show policies with their loss, recovery and bytes; of a run on its own, the loss."""
     if not groups:
         return None
     if len(groups) == 1 and len(groups[0].members) == 1:

@@ -52,7 +52,7 @@ def open_traces(traces: Sequence[Trace]) -> list[Run]:
 
 
 def _of_traces(runs: Sequence[Run]) -> tuple[list[Html | None], object]:
-    """References side by side, and the arms that they forecast; and what the charts are drawn from."""
+    """Show references side by side, and the arms that they forecast; add what the charts are drawn from."""
     first, measured, policies = shown_first(runs), forecasts(runs), arms(runs)
     rehearsed = costs.gathered(runs)
     answers = [_answer(run) for run in first]

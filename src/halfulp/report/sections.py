@@ -198,7 +198,7 @@ def tree_section(runs: Sequence[Run]) -> Html:
 
 
 def when_section(runs: Sequence[Run]) -> Html:
-    """Curves over steps."""
+    """Show the curves over steps."""
     measures = [
         ("frozen", "updates lost at this step"),
         ("never_moved", "weights never moved so far"),

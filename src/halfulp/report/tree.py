@@ -71,7 +71,7 @@ def tree_data(g: Gathered) -> dict[str, Any]:
 
 
 def _shape(tensors: Sequence[dict[str, Any]], node: Node) -> str:
-    """Shape and dtype of a single tensor."""
+    """Return shape and dtype of a single tensor."""
     if len(node.tensors) != 1 or node.children:
         return ""
     t = tensors[node.tensors[0]]

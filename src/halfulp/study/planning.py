@@ -113,7 +113,7 @@ def planned(source: loading.Source, scale: str, *, steps: int, seconds: float) -
 
 
 def _effort(config: Config) -> tuple[int, float, int]:
-    """Updates, operations and bytes of a checkpoint, as far as a plug-in knows the cell."""
+    """Return updates, operations and bytes of a checkpoint, as far as a plug-in knows the cell."""
     for plugin in plugins.installed():
         if hasattr(plugin, "effort"):
             cost = plugin.effort(config)
@@ -170,7 +170,7 @@ def in_words(source: loading.Source, scale: str, plans: list[StagePlan], device:
 
 
 def _pace(plans: list[StagePlan]) -> float:
-    """Seconds an operation, of the slowest stage that was measured."""
+    """Return the seconds per operation of the slowest stage that was measured."""
     each = [
         p.measured.seconds * len(p.stage.cells) / p.operations for p in plans if p.measured and p.operations
     ]
@@ -287,7 +287,7 @@ class Trial:
 
 
 def _peak() -> int:
-    """The most memory that this process has held, in bytes; 0 where the system does not tell (Windows)."""
+    """Return the most memory that this process has held, in bytes; 0 where that is unknown (Windows)."""
     try:
         import resource
     except ImportError:

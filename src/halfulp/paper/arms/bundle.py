@@ -213,7 +213,7 @@ class Bundle:
         return replace(arm, tables=arm.tables or bool(self.scopes))  # a forecast by scope is made of them
 
     def second_references(self, config: Config) -> Iterator[Cell]:
-        """The references once more: the same float32 runs, which now know the masks of their own scores."""
+        """Yield the references again: the same float32 runs, which now know the masks of their own scores."""
         for unit, (condition, seed) in self.units.items():
             first, name = self._reference(config, condition, seed), self.reference_of(unit)
             arm = replace(
@@ -237,7 +237,7 @@ class Bundle:
             yield Cell(name=name, config=settings)
 
     def forecast_source(self, config: Config) -> Iterator[Cell]:
-        """The float32 run that all targets are forecast from; where conditions are schedules, on its own."""
+        """Yield the run that targets are forecast from; it keeps the scale's schedule if they vary it."""
         assert self.forecast_from is not None
         own = {"schedule": None} if len(self.conditions) > 1 else {}
         arm = self._reference(config, next(iter(self.conditions)), self.forecast_from, **own)
@@ -372,7 +372,7 @@ class Unit:
 
     @property
     def siblings(self) -> list[Unit]:
-        """The other targets under the same condition."""
+        """Return the other targets under the same condition."""
         condition = self.bundle.units[self.name][0]
         return [unit for unit in self.bundle.over(self.outcomes, condition) if unit.name != self.name]
 
@@ -389,19 +389,19 @@ class Unit:
         return np.asarray(load_tensors(kept)["loss"], dtype=np.float64)
 
     def of_forecast(self, what: str) -> Any:
-        """Something that was forecast; None where it was not recorded."""
+        """Return a quantity by its name in the forecast; None where it was not recorded."""
         cell = self.name if self.bundle.forecast_from is None else "source"
         return self.outcomes["forecast"][cell].get(what)
 
     def forecast(self, scope: str, predictor: str = "frozen") -> records.Array | None:
-        """The frozen fraction of every update, as it was forecast; None where that was not recorded."""
+        """Return the forecast frozen fraction of every update; None where that was not recorded."""
         values = self.of_forecast(predictor)
         values = values[scope] if isinstance(values, Mapping) else values
         return None if values is None else np.asarray(values)
 
     @property
     def source(self) -> records.Record:
-        """The float32 run that the forecast was made of: the unit's own, or the source of all."""
+        """Return the float32 run that the forecast was made of: the unit's own, or the source of all."""
         return self.run(FP32) if self.bundle.forecast_from is None else self.outcomes["source"]["source"]
 
     def rehearsed_loss(self, arm: str, bound: str, update: int | None = None) -> float | None:
@@ -410,7 +410,7 @@ class Unit:
         return losses[arm][at][bound] if losses is not None and at in losses.get(arm, ()) else None
 
     def _masks(self, whose: str) -> tuple[Outcomes, str, str]:
-        """The records, stage and cell of the masks of the ``source`` or the ``target``; maybe of evidence."""
+        """Return the records, stage and cell of the masks of the ``source`` or ``target``."""
         where, outcomes = self.bundle._mask(self.name, whose, ""), cast(Outcomes, self.outcomes)
         outcomes = outcomes.evidence[where["evidence"]] if "evidence" in where else outcomes
         return outcomes, where["stage"], where["cell"]
@@ -422,7 +422,7 @@ class Unit:
         return record
 
     def packed(self, whose: str) -> dict[str, Mask]:
-        """These masks themselves."""
+        """Unpack these masks from the file beside their record."""
         outcomes, stage, cell = self._masks(whose)
         return mask_recipes.unpacked(outcomes.attached(stage, cell, mask_recipes.PACKED), f"{stage}/{cell}")
 

@@ -28,7 +28,7 @@ BITS = 3
 
 
 def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Values and packed codes of every tensor."""
+    """Return the values and packed codes of every tensor."""
     state: dict[str, torch.Tensor] = {}
     for name, p in model.named_parameters():
         values, codes = torch.unique(p.detach().cpu(), return_inverse=True)
@@ -52,7 +52,7 @@ def file_of(update: int) -> str:
 
 
 def train(running: Running) -> dict[str, Any]:
-    """Train; the record, with a checkpoint before the first update and after every ``eval_every``."""
+    """Train and return the record; checkpoints precede the first update and follow every ``eval_every``."""
     arm = Arm.from_json(running.config)
     tokens, held_out = open_corpus(running.data, arm.corpus, arm.model.vocabulary)
     model = Decoder(arm.model, seed=arm.seed, device=device(arm.device))

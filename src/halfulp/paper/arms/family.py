@@ -34,7 +34,7 @@ def at(shared: Arm, *, updates: int, warmup: int, eval_every: int, horizon: int 
 
 
 def three_thousand(smoke: Arm, small: Arm, paper: Arm) -> dict[str, Arm]:
-    """The scales of the studies that run for 3000 updates: a warmup of a thirtieth, a cosine to the end."""
+    """Return the scales of the studies of 3000 updates: a warmup of a thirtieth, a cosine to the end."""
     return {
         "smoke": replace(at(smoke, updates=8, warmup=2, eval_every=4), save_every=3),
         "small": at(small, updates=120, warmup=4, eval_every=20),
@@ -44,7 +44,7 @@ def three_thousand(smoke: Arm, small: Arm, paper: Arm) -> dict[str, Arm]:
 
 
 def native_three_thousand(smoke: Arm, small: Arm, paper: Arm, *, tables: bool = True) -> dict[str, Arm]:
-    """The same for native runs, which replay start and end; the small ones are longer runs of less."""
+    """Return these scales for native runs, which replay start and end; the small one has more updates."""
     arms = three_thousand(smoke, small, paper)
     arms["small"] = at(small, updates=300, warmup=10, eval_every=50)
     return {name: replace(arm, replay=True, tables=tables) for name, arm in arms.items()}
@@ -84,7 +84,7 @@ def _native(kind: DecoderConfig) -> Arm:
 
 
 def narrow(small: Arm, hidden: int) -> Arm:
-    """A smaller member of a small arm's family, on bytes, so that there is time for longer or more runs."""
+    """Return a smaller member of a small arm's family, on bytes, so that there is time for more runs."""
     model = replace(small.model, layers=2, width=64, hidden=hidden, context=64, vocabulary=256, std=0.0693)
     return replace(
         small, model=model, recipe=replace(small.recipe, context=64, eval_batches=16), corpus=BYTES

@@ -53,7 +53,7 @@ _KEPT = "silent."
 
 
 def recipes(share: float, *scores: str, controls: int = 0) -> dict[str, dict[str, Json]]:
-    """Masks by scores, named after them, and ``control-1``, ``control-2`` ... of the first."""
+    """Return recipes of masks by scores, named after them, and of shuffled controls of the first."""
     wanted: dict[str, dict[str, Json]] = {score: {"score": score, "share": share} for score in scores}
     return wanted | {f"control-{i + 1}": {"of": scores[0], "shuffle": i} for i in range(controls)}
 
@@ -160,7 +160,7 @@ class Silent:
 
     @contextlib.contextmanager
     def watching(self, update: int) -> Iterator[None]:
-        """Around an update, if it is in the window: who was asked to move far enough."""
+        """Note around an update, if it is in the window, which weights are asked to move far enough."""
         before = {n: p.detach().clone() for n, p in self.watched.items()} if update <= self.last else {}
         yield
         for name, w in before.items():
@@ -186,7 +186,7 @@ class Silent:
 
 
 def pack(masks: Mapping[str, Mask]) -> bytes:
-    """Masks of the same tensors and tiles as one file, a bit a tile; :func:`unpacked` gives them back."""
+    """Pack masks of the same tensors and tiles into one file, a bit per tile; see :func:`unpacked`."""
     first = next(iter(masks.values()))
     bits = {
         name: torch.from_numpy(np.packbits(np.concatenate([t.numpy() for t in mask.tiles.values()])))

@@ -18,7 +18,7 @@ CONDITIONS = (COLOURS[1], COLOURS[0], *COLOURS[2:])
 
 
 def policy_effect(bundle: Bundle, outcomes: Records, after: float = 0.3, target: float | None = None) -> Any:
-    """Loss gaps, recovery and never-moved shares of every condition (the paper's fig:causal).
+    """Draw loss gaps, recovery and never-moved shares of every condition (the paper's fig:causal).
 
     A band spans the targets. Recovery is drawn from the first evaluation after a share of the run; ``target``
     is a line across it.
@@ -51,7 +51,7 @@ def policy_effect(bundle: Bundle, outcomes: Records, after: float = 0.3, target:
 
 
 def tracked(bundle: Bundle, records: Records, scope: str) -> Any:
-    """Frozen fraction over updates: measured, and as each sealed predictor had it; a panel a condition.
+    """Draw the frozen fraction over updates, measured and by each sealed predictor; a panel per condition.
 
     The band spans the targets; forecasts are means over them.
     """
@@ -72,7 +72,7 @@ def tracked(bundle: Bundle, records: Records, scope: str) -> Any:
 
 
 def gaps(bundle: Bundle, records: Records) -> Any:
-    """Loss above the anchor over updates, a line an arm and condition; a band spans the targets."""
+    """Draw the loss above the anchor over updates, a line per arm and condition; a band spans the targets."""
     figure, (panel,) = new_figure()
     for condition, colour in zip(bundle.conditions, CONDITIONS, strict=False):
         _draw_gaps(panel, bundle, bundle.over(records, condition), condition, colour)
@@ -101,7 +101,7 @@ def recovered(
 
 
 def trajectories(bundle: Bundle, records: Records, scope: str) -> Any:
-    """Frozen fraction over updates, forecast and measured, with persistent crossings; a panel a unit."""
+    """Draw the frozen fraction, forecast and measured, with persistent crossings; a panel per unit."""
     figure, panels = new_figure(1, len(bundle.units), sharey=True)
     for panel, unit in zip(panels, bundle.over(records), strict=True):
         for f, at, label, colour in (
@@ -148,7 +148,7 @@ def budget_curve(
     front: Sequence[str],
     privileged: Sequence[str] = (),
 ) -> Any:
-    """Recovery against the bytes that a policy keeps for it, a mark a policy; a line spans the targets.
+    """Draw recovery against the bytes that a policy keeps, a mark per policy; a line spans the targets.
 
     The step line is the Pareto front: nothing that keeps as few bytes wins back more. ``privileged`` policies
     (open marks) know their own target, so they are not on it.

@@ -31,7 +31,7 @@ def groups_of(record: Record, scope: str) -> list[str]:
 
 
 def share(record: Record, counts: Mapping[str, Any], scope: str) -> Any:
-    """Counts by group, of one moment or of many, as a share of a scope's coordinates."""
+    """Return counts by group, of one moment or of many, as a share of a scope's coordinates."""
     if scope == DENSE:
         return np.mean([share(record, counts, group) for group in CORE], axis=0)
     groups = groups_of(record, scope)

@@ -47,7 +47,7 @@ MODULE = "halfulp.paper.arms.repetitions"
 
 
 def repetitions(arms: Mapping[str, Arm], count: int, *, updates: int, warm: int) -> Iterator[Cell]:
-    """Cells of a systems stage: every repetition begins with another arm."""
+    """Return the cells of a systems stage: every repetition begins with another arm."""
     names = list(arms)
     for i in range(count):
         order = names[i % len(names) :] + names[: i % len(names)]
@@ -131,14 +131,14 @@ def _settle(device: torch.device) -> None:
 
 
 def _settled() -> int:
-    """The resident set now, from which on the most is counted: what came before is forgotten, on Linux."""
+    """Return the resident set, and on Linux count its maximum from now on."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return _resident("VmRSS")
 
 
 def _resident(which: str) -> int:
-    """The resident set, or the most that it was (VmHWM), in bytes; where there is no /proc, the latter."""
+    """Return the resident set, or its maximum (VmHWM), in bytes; without /proc, always the maximum."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith(which)).split()[1])

@@ -58,7 +58,7 @@ OCCUPANCY = ("endpoint", "subnormal", "zero_code")
 
 
 def run(running: Running) -> dict[str, Json]:
-    """Train an arm; its record."""
+    """Train an arm, from its checkpoint if it has one, and return its record."""
     arm = Arm.from_json(running.config)
     recipe = arm.recipe
     train, held_out = open_corpus(running.data, arm.corpus, arm.model.vocabulary)
@@ -185,7 +185,7 @@ def optimizer_of(arm: Arm, model: Decoder, mask: Mask | None) -> torch.optim.Opt
 
 @contextlib.contextmanager
 def _evidence(arm: Arm, training: Training, record: dict[str, Json]) -> Iterator[None]:
-    """Of a native arm's first and last update: which products ran natively, beside those that should have."""
+    """Record which products of a native arm's first and last update ran natively, and which should have."""
     update = training.update + 1
     if arm.storage != "native" or update not in (1, arm.recipe.updates):
         yield
@@ -213,7 +213,7 @@ def _replayed(running: Running, arm: Arm, training: Training) -> dict[str, Json]
 
 
 def _sizes(model: Decoder) -> dict[str, int]:
-    """Coordinates of the matrices, by group."""
+    """Return the number of coordinates of the matrices, by group."""
     sizes: dict[str, int] = {}
     for name, p in model.named_parameters():
         if p.dim() >= 2:
@@ -283,7 +283,7 @@ def _moments(arm: Arm) -> list[int]:
 
 
 def _attribute(audit: Audit, training: Training, arm: Arm, named: Mapping[str, str]) -> dict[str, Json]:
-    """Attribute the gaps of rehearsals on training text; what the shares sum to, beside those gaps."""
+    """Attribute the gaps of rehearsals on training text; return what the shares sum to, beside those gaps."""
     assert arm.attribute is not None
     recipe, texts = training.recipe, range(arm.attribute["batches"])
     step = training.update * len(texts)
@@ -352,7 +352,7 @@ def _counted(
 
 
 def _by_group(trace: Recorded, table: Columns, **named: Sequence[str]) -> Columns:
-    """Columns summed over the tensors of a group, in their order: threads may not decide a sum.
+    """Sum columns over the tensors of a group, in their order: threads may not decide a sum.
 
     The numbers of more keys are replaced by their names.
     """
@@ -376,7 +376,7 @@ def _by_group(trace: Recorded, table: Columns, **named: Sequence[str]) -> Column
 
 
 def digest(model: Decoder) -> str:
-    """SHA-256 over the names and float32 bytes of all parameters."""
+    """Return the SHA-256 of the names and float32 bytes of all parameters."""
     hashed = hashlib.sha256()
     for name, p in model.named_parameters():
         hashed.update(name.encode())

@@ -26,7 +26,7 @@ def standard(
     drawn: str = "core",
     target: float | None = None,
 ) -> dict[str, Any]:
-    """Estimands, tables and figures of a study.
+    """Return the estimands, tables and figures that decoder studies share.
 
     ``warmup``: whether its updates count for forecasts. Never-moved shares are of the scopes ``moved``,
     forecasts of ``scopes`` or all that the bundle has, and drawn of one; ``target`` is a recovery aimed at.
@@ -177,7 +177,7 @@ def masks(bundle: Bundle, records: Records, beside: str) -> Table:
 
 
 def forecast_recoveries(bundle: Bundle, records: Records) -> Table:
-    """Recoveries as rehearsals forecast them, beside what came."""
+    """Tabulate recoveries as rehearsals forecast them, beside the measured ones."""
     rows = [
         (unit.name, arm, measures.forecast_recovery(unit, arm), measures.recovery(unit, arm))
         for unit in bundle.over(records)
@@ -239,7 +239,7 @@ def loss_forecasts(bundle: Bundle, records: Records) -> Table:
 
 
 def visibility(bundle: Bundle, records: Records, scopes: Sequence[str] = ("core",)) -> Table:
-    """Never-moved shares, and where the codes of the nearest arm lie at the end."""
+    """Tabulate never-moved shares, and where the codes of the nearest arm lie at the end."""
     kinds = ("endpoint", "subnormal", "zero_code")
     rows = []
     for unit in bundle.over(records):

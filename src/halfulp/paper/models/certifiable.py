@@ -67,7 +67,7 @@ class CertifiableProblem:
         )
 
     def gradient(self, w: Array, *, backwards: bool = False) -> Array:
-        """In float64, with sums in one order or the other."""
+        """Return the gradient in float64, with sums in one order or the other."""
         order = slice(None, None, -1) if backwards else slice(None)
         if self.family != "logistic":
             return _ordered_sum((self.h * w)[:, order].T) + self.b
@@ -138,7 +138,7 @@ def _ordered_sum(terms: Array) -> Array:
 
 
 def rippled_bowl(rng: np.random.Generator) -> Objective:
-    """Smooth and coercive: log cosh around a centre, with a ripple."""
+    """Return a smooth, coercive objective: log cosh around a centre, with a ripple."""
     centre, wave, height = rng.standard_normal(2), rng.standard_normal(2), 0.1 * rng.random()
 
     def value(x: Array) -> float:

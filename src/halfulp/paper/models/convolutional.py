@@ -72,7 +72,7 @@ def mnist(images: Path, labels: Path, count: int) -> tuple[torch.Tensor, torch.T
 
 
 def _idx(path: Path, dimensions: int) -> Array:
-    """An array of bytes in the IDX format: 0, 0, 8, the number of dimensions, their sizes, the bytes."""
+    """Read an array of bytes in the IDX format: 0, 0, 8, the number of dimensions, their sizes, the bytes."""
     content = gzip.decompress(path.read_bytes())
     start = 4 + 4 * dimensions
     shape = tuple(int(n) for n in np.frombuffer(content[4:start], dtype=">u4"))

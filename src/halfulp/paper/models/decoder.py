@@ -199,7 +199,7 @@ class Attention(nn.Module):
         return out
 
     def _turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Dimension i is paired with dimension i + half, as in the released models of both families."""
+        """Rotate dimension i with dimension i + half, as in the released models of both families."""
         turned, rest = x[..., : self.rotated], x[..., self.rotated :]
         a, b = turned.chunk(2, dim=-1)
         turned = turned * cos + torch.cat((-b, a), dim=-1) * sin
@@ -280,7 +280,7 @@ def int8_activations(x: torch.Tensor) -> torch.Tensor:
 
 
 def _angles(config: DecoderConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine for every position and rotated dimension; empty where positions are learned."""
+    """Return cosine and sine by position and rotated dimension; empty where positions are learned."""
     pairs = torch.arange(0, config.rotated, 2, dtype=torch.float32)
     speed = 1.0 / config.rotary_base ** (pairs / max(config.rotated, 1))
     angle = torch.outer(torch.arange(config.context, dtype=torch.float32), speed).repeat(1, 2)

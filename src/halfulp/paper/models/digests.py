@@ -25,7 +25,7 @@ def refuse_other(cell: str, sealed: Mapping[str, Any], current: Mapping[str, Any
 
 
 def digest(*arrays: npt.NDArray[Any]) -> str:
-    """SHA-256 of arrays, their types and shapes; -0 is +0."""
+    """Return the SHA-256 of arrays, their types and shapes; -0 counts as +0."""
     whole = hashlib.sha256()
     for a in arrays:
         whole.update(f"{a.dtype.str}{a.shape}".encode())
@@ -34,7 +34,7 @@ def digest(*arrays: npt.NDArray[Any]) -> str:
 
 
 def packed(arrays: Mapping[str, Any]) -> bytes:
-    """Arrays as the bytes of a checkpoint."""
+    """Return arrays as the bytes of a checkpoint."""
     file = io.BytesIO()
     np.savez(file, allow_pickle=False, **arrays)
     return file.getvalue()

@@ -81,7 +81,7 @@ class Followed:
         return self.trainer.diverged or self.slow
 
     def learned(self, steps: int) -> float | None:
-        """The share of this run's own progress that is there after so many steps; None if it diverged."""
+        """Return the share of this run's own progress after some steps; None if it diverged."""
         end = self.end
         if self.diverged or end is None:
             return None
@@ -103,7 +103,7 @@ def follow(p: Problem, rate: float, steps: int, running: Running | None = None, 
 
 
 def forecasts(reference: Followed, mantissas: Sequence[int]) -> dict[str, dict[str, dict[str, Json]]]:
-    """By grid and predictor: the first crossing, the onset, and what is learned on both sides of it."""
+    """Return by grid and predictor the first crossing, the onset, and what is learned on both sides of it."""
     series = reference.series
     weights, proposals = series.squares.T
     by_grid: dict[str, dict[str, dict[str, Json]]] = {}
@@ -131,7 +131,7 @@ def _forecast(reference: Followed, frozen: Array) -> dict[str, Json]:
 
 
 def arm_learned(reference: Mapping[str, Json], error: float | None, diverged: bool) -> float | None:
-    """Eq. 18 for a run on a grid, from the errors of its reference; None for what has diverged."""
+    """Return Eq. 18 for a run on a grid, from the errors of its reference; None for one that diverged."""
     if reference["diverged"] or diverged or error is None:
         return None
     return learned(reference["error"]["start"], error, reference["error"]["end"])

@@ -76,7 +76,7 @@ def level(x: Any) -> Any:
 
 @kernel
 def forecast(w: Any, d: Any, k: Any, primary: Any, rows: Any, levels: Any, step: Any, total: Any) -> None:
-    """The projected event of every coordinate, its margin and its levels."""
+    """Compute the projected event of every coordinate, its margin and its levels."""
     code, z, landed, gammas = rows[CODE], rows[TARGET], rows[LANDED], rows[GAMMA]
     nearest(w, code, k)
     for i in range(w.size):
@@ -141,7 +141,7 @@ def settle(
 
 @kernel
 def descend(w: Any, rate: Any, net: Any, batch: Any, scratch: Any, g: Any, d: Any) -> None:
-    """The proposal of gradient descent at w."""
+    """Compute the proposal of gradient descent at w."""
     gradient(w, net, batch, scratch, g)
     for i in range(w.size):
         d[i] = -rate * g[i]

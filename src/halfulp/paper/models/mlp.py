@@ -180,7 +180,7 @@ class Series:
         return np.asarray(self.counts[:, self.grids.index(grid), 1])
 
     def then(self, other: Series) -> Series:
-        """This series and the one that follows it."""
+        """Return this series joined with the one that follows it."""
         joined = {name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in _ARRAYS}
         return Series(self.grids, self.size, **joined)
 
@@ -311,7 +311,7 @@ class Trainer:
         }  # fmt: skip
 
     def restore(self, state: dict[str, Array]) -> None:
-        """Go on from a state of a trainer that was made alike."""
+        """Continue from the state of a trainer with the same settings."""
         self.step = int(state["step"])
         for name, mine in (
             ("weights", self.weights), ("proposal", self.proposal), ("moments", self._moments),

@@ -116,7 +116,7 @@ class _Rows:
         self.align = int(kind.dtype.bitwidth // 8)  # rows need not start at a multiple of a vector
 
     def from_row(self, first: Any, number: int) -> list[Any]:
-        """So many row numbers from the first on; beyond the last row, the last again."""
+        """Return consecutive row numbers; beyond the last row, the last is repeated."""
         last = self.builder.sub(self.count, first.type(1))
         rows = [self.builder.add(first, first.type(i)) for i in range(number)]
         return [self.builder.select(self.builder.icmp_signed("<", r, last), r, last) for r in rows]
@@ -199,7 +199,7 @@ def mix(out: Any, coefficients: Any, across: Any, along: Any, rows: Any) -> None
 
 @kernel
 def forward(w: Any, sizes: Any, biased: Any, x: Any, acts: Any) -> None:
-    """Activations of every layer into ``acts``, one row a unit; the last rows are the outputs."""
+    """Write activations of every layer into ``acts``, one row per unit; the last rows are the outputs."""
     at, row, before = 0, 0, x
     for layer in range(sizes.size - 1):
         n_in, n_out = sizes[layer], sizes[layer + 1]
@@ -216,7 +216,7 @@ def forward(w: Any, sizes: Any, biased: Any, x: Any, acts: Any) -> None:
 
 @kernel
 def softmax(out: Any, y: Any, n: Any, scratch: Any) -> Any:
-    """Outputs to (probability - target) in place; the summed cross-entropy of the first n examples."""
+    """Turn outputs into (probability - target); return the summed cross-entropy of the first n examples."""
     classes, top, norm = out.shape[0], scratch[0], scratch[1]
     for i in range(top.size):
         top[i] = out[0, i]
@@ -246,7 +246,7 @@ def softmax(out: Any, y: Any, n: Any, scratch: Any) -> Any:
 
 @kernel
 def output_error(out: Any, y: Any, n: Any, loss: Any, scratch: Any) -> Any:
-    """Outputs to the derivative of the loss by them, in place; the loss. Padding gets zero.
+    """Turn outputs into the derivative of the loss by them, zero for padding; return the loss.
 
     squared: mean over examples of |out - y|**2; cross-entropy: mean of -log p(target).
     """
@@ -362,7 +362,7 @@ def train(
     state: Any, net: Any, batch: Any, test: Any, rule: Any, grids: Any, store: Any, span: Any, scratch: Any,
     out: Any,
 ) -> Any:  # fmt: skip
-    """Steps until the arrays of ``out`` are full or a weight diverges; returns the steps taken.
+    """Take steps until the arrays of ``out`` are full or a weight diverges; return their number.
 
     The arguments are tuples of the arrays that :class:`halfulp.paper.models.mlp.Trainer` owns.
     """

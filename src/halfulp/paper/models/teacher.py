@@ -97,7 +97,7 @@ def teacher_student(
     seed: int, *, width: int = WIDTH, examples: int = EXAMPLES, tests: int = EXAMPLES, noise: float = NOISE,
     testbed: Testbed = CHOSEN,
 ) -> Problem:  # fmt: skip
-    """Regression on a noisy two-layer tanh teacher; all weights and biases are trained."""
+    """Return a regression on a noisy two-layer tanh teacher; all weights and biases are trained."""
     x, y = _taught(seed, examples + tests, testbed.outputs, testbed)
     if testbed.standardised:
         y /= y.std()
@@ -112,7 +112,7 @@ def classification(
     seed: int, *, hidden: tuple[int, ...] = (WIDTH,), classes: int = 4, examples: int = EXAMPLES,
     tests: int = EXAMPLES, label_noise: float = 0.0, testbed: Testbed = CHOSEN,
 ) -> Problem:  # fmt: skip
-    """The same teacher with one output a class; cross-entropy against its largest output.
+    """Return a classification by the same teacher: one output per class, cross-entropy against the largest.
 
     A share ``label_noise`` of the labels, tests included, is drawn anew from all classes.
     """
@@ -129,7 +129,7 @@ def frozen_features(
     seed: int, *, context: int = 4, features: int = 64, readouts: int = 8, examples: int = EXAMPLES,
     tests: int = EXAMPLES, noise: float = NOISE, spread: float = 0.1,
 ) -> Problem:  # fmt: skip
-    """A linear readout, with few outputs, of a fixed random map tanh(A c) of contexts c of a few values.
+    """Return a linear readout, with few outputs, of a fixed random map tanh(A c) of short contexts c.
 
     The targets are another readout of the same features plus noise, so only the readout's weights, which
     are all that is trained, decide the loss. They start normal with standard deviation ``spread``.
@@ -148,7 +148,7 @@ def frozen_features(
 
 
 def _taught(seed: int, n: int, count: int, testbed: Testbed) -> tuple[Array, Array]:
-    """Inputs and the teacher's ``count`` outputs."""
+    """Return inputs and the teacher's ``count`` outputs."""
     drawn = _draw(seed, _DATA)
     x = (
         drawn.standard_normal((n, INPUTS))

@@ -148,7 +148,7 @@ class Recipe:
 
 
 def adamw(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW with weight decay on every tensor of two or more dimensions, as in nanoGPT."""
+    """Return AdamW with weight decay on every tensor of two or more dimensions, as in nanoGPT."""
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": recipe.weight_decay},
@@ -188,7 +188,7 @@ def starts(seed: int, purpose: str, step: int, count: int, choices: int) -> Posi
 def sequences(
     tokens: Tokens, begin: Positions, context: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets, (len(begin), context) each; a target is the token that follows."""
+    """Return inputs and targets, (len(begin), context) each; a target is the token that follows."""
     rows = np.stack([tokens[i : i + context + 1] for i in begin.tolist()]).astype(np.int64)
     both = torch.from_numpy(rows).to(device)
     return both[:, :-1], both[:, 1:]
@@ -230,7 +230,7 @@ class Training:
         return self.update >= self.recipe.updates
 
     def step(self) -> torch.Tensor:
-        """One update; its training loss, still on the device."""
+        """Make one update and return its training loss, still on the device."""
         recipe, update = self.recipe, self.update + 1
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.schedule.rate(update)

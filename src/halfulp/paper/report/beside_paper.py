@@ -237,7 +237,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def figure(emulator: Records, two_layer: Records, cnn: Records | None) -> Any:
-    """Timing of both grids, the event itself, and where in rho crossings lie."""
+    """Draw the timing of both grids, the event itself, and where in rho crossings lie."""
     fig, (left, middle, right) = new_figure(1, 3, width=12.0, height=3.8)
     both = {
         "emulator": timing.points(emulator, "emulator"),
@@ -255,7 +255,7 @@ def figure(emulator: Records, two_layer: Records, cnn: Records | None) -> Any:
 
 
 def _draw_event(ax: Any) -> None:
-    """Codes, midpoints, and proposals that are thrown away or not; unequal gaps at a power of two."""
+    """Draw codes, midpoints, and proposals that are lost or not; gaps are unequal at a power of two."""
     values = [0.875, 0.9375, 1.0, 1.125, 1.25]  # m3
     low, high = (values[1] + values[2]) / 2, (values[2] + values[3]) / 2
     ax.axvspan(low, high, color="0.88", zorder=0)

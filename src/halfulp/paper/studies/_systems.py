@@ -63,7 +63,7 @@ def costs_stage(runs: Bundle, names: Sequence[str], count: int = 0) -> Stage:
 
 
 def column(records: Records, arm: str, what: str) -> list[float]:
-    """Something that was measured of an arm, by repetition; ``throughput`` is updates a second.
+    """Return a quantity that was measured of an arm, by repetition; ``throughput`` is updates per second.
 
     Seconds of a CPU are the process's own: others may use the machine.
     """

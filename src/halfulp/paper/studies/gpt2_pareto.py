@@ -182,7 +182,7 @@ def curve(records: Records) -> Any:
     measured = {arm: max(systems.column(records, arm, "policy_bytes")) for arm in CHOICES}
 
     def bytes_of(arm: str) -> float:
-        """An arm whose memory was not measured keeps what the source's mask of its budget keeps."""
+        """Return an arm's bytes; one not measured keeps what the source's mask of its budget does."""
         if arm in measured:
             return measured[arm]
         return measured[f"source-P-{arm.rpartition('-')[2]}"] if "-" in arm else 0.0
