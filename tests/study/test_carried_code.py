@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 from study.forging import forge, load
-from study.samples import invoke, quick_identity, run, study_file
+from study.samples import invoke, run, study_file
 
 from halfulp import canonical
 from halfulp.errors import CorruptionError, UsageError
@@ -17,28 +16,7 @@ from halfulp.study.validate import validate
 
 ENVIRONMENT = provenance.environment()  # asked once: it reads what every library says of itself
 
-ENVIRONMENT = provenance.environment()  # asked once: it reads what every library says of itself
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("finished")
-    with pytest.MonkeyPatch.context() as patch:
-        quick_identity(patch)
-        run(study_file(folder), folder / "out", "smoke")
-    return folder / "out"
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    quick_identity(monkeypatch)
-    monkeypatch.setattr(provenance, "environment", lambda: ENVIRONMENT)
-
-
-@pytest.fixture
-def out(finished: Path, tmp_path: Path) -> Path:
-    shutil.copytree(finished, tmp_path / "out")
-    return tmp_path / "out"
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 # ---- code that a folder carries ----

@@ -19,37 +19,16 @@ from typing import Any
 import pytest
 from mutations import bytewise, places
 from study.forging import chain, events, forge, load, only_ours, writable
-from study.samples import LATE, invoke, quick_identity, run, study_file, tree
+from study.samples import LATE, invoke, run, study_file, tree
 
 from halfulp import canonical
 from halfulp.errors import CorruptionError, DiskError, TamperingError
-from halfulp.study import evidence, ledger, provenance, publish
+from halfulp.study import evidence, ledger, publish
 from halfulp.study import validate as validation
 from halfulp.study.store import Store
 from halfulp.study.validate import validate
 
-ENVIRONMENT = provenance.environment()  # asked once: it reads what every library says of itself
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("finished")
-    with pytest.MonkeyPatch.context() as patch:
-        quick_identity(patch)
-        run(study_file(folder), folder / "out", "smoke")
-    return folder / "out"
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    quick_identity(monkeypatch)
-    monkeypatch.setattr(provenance, "environment", lambda: ENVIRONMENT)
-
-
-@pytest.fixture
-def out(finished: Path, tmp_path: Path) -> Path:
-    shutil.copytree(finished, tmp_path / "out")
-    return tmp_path / "out"
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def restore(out: Path, finished: Path) -> None:

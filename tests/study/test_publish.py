@@ -14,17 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from study.samples import LATE, SMALL, invoke, quick_identity, run, study_file, tree
+from study.samples import LATE, SMALL, invoke, run, study_file, tree
 
 from halfulp import canonical
 from halfulp.errors import CorruptionError, TamperingError, UsageError
 from halfulp.study import engine, evidence, ledger, loading, publish
 from halfulp.study.validate import validate
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    quick_identity(monkeypatch)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from study.samples import SMALL, invoke, quick_identity, run, study_file, tree
+from study.samples import SMALL, invoke, run, study_file, tree
 
 from halfulp import canonical
 from halfulp.errors import CorruptionError, TamperingError
@@ -16,20 +16,7 @@ from halfulp.study import ledger
 from halfulp.study.store import Store, pack
 from halfulp.study.validate import validate
 
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small study, sealed, run and closed."""
-    folder = tmp_path_factory.mktemp("finished")
-    with pytest.MonkeyPatch.context() as patch:
-        quick_identity(patch)
-        run(study_file(folder), folder / "out", "smoke")
-    return folder / "out"
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    quick_identity(monkeypatch)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def names(out: Path) -> list[str]:
