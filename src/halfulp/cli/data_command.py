@@ -13,6 +13,8 @@ from halfulp.cli.option_groups import option
 if TYPE_CHECKING:
     from rich.table import Table
 
+TO = Annotated[Path | None, option("A folder; default $HALFULP_DATA or the cache.")]
+
 
 class Names(TyperGroup):
     """``halfulp data NAME`` is short for ``halfulp data fetch NAME``."""
@@ -81,7 +83,7 @@ def build(
     mirror: Annotated[
         str, option("An address or a folder that holds REPOSITORY/archive/COMMIT.tar.gz.")
     ] = "https://github.com",
-    to: Annotated[Path | None, option("A folder; default $HALFULP_DATA or the cache.")] = None,
+    to: TO = None,
     plan: Annotated[bool, option("Say what it takes, and do nothing.", "--plan")] = False,
 ) -> None:
     """Make a corpus from its sources; files that exist are not made again."""
@@ -106,7 +108,7 @@ def prepare(
         str, option("The hub, a mirror of it, or a folder that holds the repository.")
     ] = "https://huggingface.co",
     tokenizer: Annotated[str, option("gpt2, or a tokenizer.json (wikipedia needs one).")] = "",
-    to: Annotated[Path | None, option("A folder; default $HALFULP_DATA or the cache.")] = None,
+    to: TO = None,
     plan: Annotated[bool, option("Say what it takes, and write nothing.", "--plan")] = False,
     yes: Annotated[bool, option("Begin although it takes gigabytes or long.", "--yes")] = False,
 ) -> None:

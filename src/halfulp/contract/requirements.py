@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -48,28 +49,24 @@ class Terms:
     patience: int = 100
 
     def __post_init__(self) -> None:
-        for name in ("weights", "states"):
-            given = getattr(self, name)
-            if isinstance(given, str | torch.dtype):
-                object.__setattr__(self, name, given := spellings.grid_name(str(given)))
-            if given is not None and given not in FLOATS:
-                raise UsageError(f"{name} must be one of {', '.join(FLOATS)}, not {given!r}.")
+        """Check every term, and bring it into its one form."""
+        checked: dict[str, Any] = {
+            "weights": _float_dtype("weights", self.weights),
+            "states": _float_dtype("states", self.states),
+            "arrives": _share(self.arrives),
+            "moving": several(self.moving),
+        }
         masters: Any = self.masters  # whatever a file or a caller gave
         if not isinstance(masters, bool | str) or masters == "":
-            raise UsageError(f"masters must be True, False or the name of a state, not {self.masters!r}.")
-        object.__setattr__(self, "arrives", share := _share(self.arrives))
-        number = isinstance(share, int | float) and not isinstance(share, bool)
-        if share is not None and not (number and 0 < share <= 1):
-            raise UsageError(
-                f"arrives must be a share above 0 and up to 1, such as 0.99 or '99%', not {share!r}."
-            )
-        if (moving := several(self.moving)) is None:
+            raise UsageError(f"masters must be True, False or the name of a state, not {masters!r}.")
+        if checked["moving"] is None:
             raise UsageError(f"moving must be patterns of names, such as '*norm*', not {self.moving!r}.")
-        object.__setattr__(self, "moving", moving)
         for name in ("every", "patience"):
             given = getattr(self, name)
             if isinstance(given, bool) or not isinstance(given, int) or given < 1:
                 raise UsageError(f"{name} must be a whole number of steps from 1 on, not {given!r}.")
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
         if not (self.weights or self.states or self.masters or self.arrives or self.moving):
             raise UsageError("a contract needs terms: weights=, states=, masters=, arrives= or moving=.")
 
@@ -118,11 +115,23 @@ class Terms:
             raise UsageError(f"{path}: {error}") from None
 
 
-def _share(given: Any) -> Any:
-    """Return a share written as a percentage as a number; anything else as it is."""
-    if not (isinstance(given, str) and given.strip().endswith("%")):
-        return given
-    try:
-        return float(given.strip()[:-1]) / 100
-    except ValueError:
-        return given
+def _float_dtype(term: str, given: Any) -> str | None:
+    """Return the name of a float dtype; None where there is no such term."""
+    name = spellings.grid_name(str(given)) if isinstance(given, str | torch.dtype) else given
+    if name is not None and name not in FLOATS:
+        raise UsageError(f"{term} must be one of {', '.join(FLOATS)}, not {name!r}.")
+    return name
+
+
+def _share(given: Any) -> float | None:
+    """Return a share, which may be written as a percentage; None where there is no such term."""
+    share: float | None = given
+    if isinstance(given, str) and given.strip().endswith("%"):
+        with suppress(ValueError):
+            share = float(given.strip()[:-1]) / 100
+    number = isinstance(share, int | float) and not isinstance(share, bool)
+    if share is not None and not (number and 0 < share <= 1):
+        raise UsageError(
+            f"arrives must be a share above 0 and up to 1, such as 0.99 or '99%', not {share!r}."
+        )
+    return share
