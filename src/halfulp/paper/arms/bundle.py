@@ -228,9 +228,9 @@ class Bundle:
         if self.forecast_from is not None:
             units = {"source": (next(iter(self.conditions)), self.forecast_from)}
         for name, (condition, seed) in units.items():
-            settings: dict[str, Json] = {"seed": seed, "grid": self.conditions[condition]["grid"]}
+            grid, scopes = self.conditions[condition]["grid"], list(self.scopes)
+            settings: dict[str, Json] = {"seed": seed, "grid": grid, "scopes": scopes}
             settings["reference"] = name if source else self.reference_of(name)
-            settings["scopes"] = list(self.scopes)
             settings |= {"stage": name} if source else {}
             settings |= {"rehearse": self.rehearsals(condition)} if self.rehearse else {}
             settings |= {"again": self.rehearsals(condition, own=True)} if self.again else {}
@@ -388,15 +388,15 @@ class Unit:
             return None
         return np.asarray(load_tensors(kept)["loss"], dtype=np.float64)
 
-    def of_forecast(self, what: str) -> Any:
-        """Return a quantity by its name in the forecast; None where it was not recorded."""
+    def of_forecast(self, what: str, scope: str = "") -> Any:
+        """Return a quantity of the forecast, of a scope if it has several; None where it was not recorded."""
         cell = self.name if self.bundle.forecast_from is None else "source"
-        return self.outcomes["forecast"][cell].get(what)
+        value = self.outcomes["forecast"][cell].get(what)
+        return value[scope] if scope and isinstance(value, Mapping) else value
 
     def forecast(self, scope: str, predictor: str = "frozen") -> records.Array | None:
         """Return the forecast frozen fraction of every update; None where that was not recorded."""
-        values = self.of_forecast(predictor)
-        values = values[scope] if isinstance(values, Mapping) else values
+        values = self.of_forecast(predictor, scope)
         return None if values is None else np.asarray(values)
 
     @property

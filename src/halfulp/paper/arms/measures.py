@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -108,8 +108,7 @@ def moved_by(unit: Unit, arm: str, scope: str = "core") -> MaybeFloat:
 
 def stays(unit: Unit, scope: str = "core") -> MaybeFloat:
     """Return the share of a scope that stochastic rounding never moves, as expected; None if not followed."""
-    forecast = unit.of_forecast("stays")
-    share = forecast[scope] if isinstance(forecast, Mapping) else forecast
+    share = unit.of_forecast("stays", scope)
     return None if share is None else float(share)
 
 

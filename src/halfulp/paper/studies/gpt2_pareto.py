@@ -193,8 +193,7 @@ def curve(records: Records) -> Any:
         arm: [0.0] * len(units) if arm == "rne" else known(measures.recovery(u, arm) for u in units)
         for arm in arms
     }
-    at = {arm: (kept[arm], statistics.mean(won[arm])) for arm in arms}
-    usable = {arm: at[arm] for arm in CHOICES}
+    usable = {arm: (kept[arm], statistics.mean(won[arm])) for arm in CHOICES}
     return plots.budget_curve(
         kept, won, front(usable), privileged=[a for a in arms if a.startswith("target")]
     )
