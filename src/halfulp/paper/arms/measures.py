@@ -290,9 +290,8 @@ def inside(unit: Unit, arm: str = "rne") -> MaybeFloat:
         return None
     lower, upper = (unit.rehearsed_loss(arm, bound) for bound in ("lower", "upper"))
     outcome = loss(unit, arm)
-    if lower is None or upper is None or outcome is None:
-        return None
-    return min(outcome - lower, upper - outcome)
+    margins = known((less(outcome, lower), less(upper, outcome)))
+    return min(margins) if len(margins) == 2 else None
 
 
 def misordered(units: Sequence[Unit], arm: str = "rne", above: float = 0.0) -> MaybeFloat:
