@@ -28,20 +28,20 @@ DIGITS = 98
 """Most digits of a seed, which a manifest takes."""
 
 
-def check(name: str, given: Any, fits: bool, expected: str) -> None:
+def check(name: str, value: Any, fits: bool, expected: str) -> None:
     """Refuse an argument that does not fit.
 
     Raises:
         UsageError: If it does not.
     """
     if not fits:
-        raise UsageError(f"{name}= takes {expected}, not {given!r:.200}.")
+        raise UsageError(f"{name}= takes {expected}, not {value!r:.200}.")
 
 
-def grids_of(given: Any) -> list[Grid]:
+def grids_of(value: Any) -> list[Grid]:
     """Return one grid or several, that differ."""
-    single = isinstance(given, str | Grid | torch.dtype)
-    several = [given] if single else listed("grids", given, "a grid, such as 'bf16', or several")
+    single = isinstance(value, str | Grid | torch.dtype)
+    several = [value] if single else listed("grids", value, "a grid, such as 'bf16', or several")
     grids = [named(g) for g in several]
     if not grids:
         raise UsageError("an audit needs at least one grid, such as 'bf16'.")
@@ -51,7 +51,7 @@ def grids_of(given: Any) -> list[Grid]:
     return grids
 
 
-def optimizers_of(given: Any) -> list[torch.optim.Optimizer] | None:
+def optimizers_of(value: Any) -> list[torch.optim.Optimizer] | None:
     """Return one optimizer or several; None stands for all that step."""
 
     def steps(x: Any) -> bool:  # a wrapper may pass hooks on to its optimizer
@@ -59,102 +59,102 @@ def optimizers_of(given: Any) -> list[torch.optim.Optimizer] | None:
         return hooked or isinstance(x, torch.optim.Optimizer)
 
     expected = "a torch optimizer, several, or None for all of the process"
-    several = None if given is None else _several("optimizers", given, steps, expected)
-    check("optimizers", given, several is None or bool(several), expected)
+    several = None if value is None else _several("optimizers", value, steps, expected)
+    check("optimizers", value, several is None or bool(several), expected)
     return several
 
 
-def models_of(given: Any) -> list[torch.nn.Module]:
+def models_of(value: Any) -> list[torch.nn.Module]:
     """Return one module, several or none."""
 
     def is_module(x: Any) -> bool:
         return isinstance(x, torch.nn.Module)
 
-    return [] if given is None else _several("model", given, is_module, "a torch.nn.Module, several, or None")
+    return [] if value is None else _several("model", value, is_module, "a torch.nn.Module, several, or None")
 
 
-def _several(name: str, given: Any, fits: Callable[[Any], bool], expected: str) -> list[Any]:
-    if fits(given):
-        return [given]
-    several = listed(name, given, expected)
+def _several(name: str, value: Any, fits: Callable[[Any], bool], expected: str) -> list[Any]:
+    if fits(value):
+        return [value]
+    several = listed(name, value, expected)
     for x in (x for x in several if not fits(x)):
-        raise UsageError(f"{name}= takes {expected}, not {type(given).__name__} of {type(x).__name__}.")
+        raise UsageError(f"{name}= takes {expected}, not {type(value).__name__} of {type(x).__name__}.")
     return several
 
 
-def listed(name: str, given: Any, expected: str) -> list[Any]:
+def listed(name: str, value: Any, expected: str) -> list[Any]:
     """Return the items of an iterable as a list."""
-    if isinstance(given, torch.nn.Module):  # whose text is long
-        raise UsageError(f"{name}= takes {expected}, not a module ({type(given).__name__}).")
-    check(name, given, hasattr(type(given), "__iter__"), expected)
-    return list(given)
+    if isinstance(value, torch.nn.Module):  # whose text is long
+        raise UsageError(f"{name}= takes {expected}, not a module ({type(value).__name__}).")
+    check(name, value, hasattr(type(value), "__iter__"), expected)
+    return list(value)
 
 
-def listeners_of(given: Any) -> tuple[Callable[[dict[str, Any]], None], ...]:
+def listeners_of(value: Any) -> tuple[Callable[[dict[str, Any]], None], ...]:
     """Return the functions of an iterable."""
-    functions = listed("listeners", given, "a list of functions")
+    functions = listed("listeners", value, "a list of functions")
     for x in functions:
         check("listeners", x, callable(x), "a list of functions, no list with others in it")
     return tuple(functions)
 
 
-def flag(name: str, given: Any) -> bool:
+def flag(name: str, value: Any) -> bool:
     """Return a boolean."""
-    check(name, given, isinstance(given, bool | np.bool_), "True or False")
-    return bool(given)
+    check(name, value, isinstance(value, bool | np.bool_), "True or False")
+    return bool(value)
 
 
-def count(name: str, given: Any) -> int:
+def count(name: str, value: Any) -> int:
     """Return a number of steps, or of one."""
-    fits = _whole(given) and 1 <= given <= LARGEST
-    check(name, given, fits, f"a whole number, at least 1 and at most {LARGEST}")
-    return int(given)
+    fits = _whole(value) and 1 <= value <= LARGEST
+    check(name, value, fits, f"a whole number, at least 1 and at most {LARGEST}")
+    return int(value)
 
 
-def seed_of(given: Any) -> int:
+def seed_of(value: Any) -> int:
     """Return a whole number that a stream can take."""
-    fits = _whole(given) and abs(int(given)) < 10**DIGITS
-    check("seed", given, fits, f"a whole number of at most {DIGITS} digits")
-    return int(given)
+    fits = _whole(value) and abs(int(value)) < 10**DIGITS
+    check("seed", value, fits, f"a whole number of at most {DIGITS} digits")
+    return int(value)
 
 
-def share(name: str, given: Any) -> float | None:
+def share(name: str, value: Any) -> float | None:
     """Return a share, above 0; None stands for all."""
-    fits = given is None or (is_number(given) and 0 < given <= 1)
-    check(name, given, fits, "a share, above 0 and at most 1")
-    return None if given is None else float(given)
+    fits = value is None or (is_number(value) and 0 < value <= 1)
+    check(name, value, fits, "a share, above 0 and at most 1")
+    return None if value is None else float(value)
 
 
-def seconds(name: str, given: Any) -> float:
+def seconds(name: str, value: Any) -> float:
     """Return a number of seconds."""
-    check(name, given, is_number(given) and given >= 0, "a number of seconds from 0 on")
-    return float(given)
+    check(name, value, is_number(value) and value >= 0, "a number of seconds from 0 on")
+    return float(value)
 
 
-def by_name(name: str, given: Any, expected: str) -> dict[str, Any]:
+def by_name(name: str, value: Any, expected: str) -> dict[str, Any]:
     """Return a dictionary, an empty one for None."""
-    check(name, given, given is None or isinstance(given, Mapping), expected)
-    return dict(given or {})
+    check(name, value, value is None or isinstance(value, Mapping), expected)
+    return dict(value or {})
 
 
-def _whole(given: Any) -> bool:
-    return isinstance(given, int | np.integer) and not isinstance(given, bool)
+def _whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def is_number(given: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Return True for a real number that is not a boolean."""
-    return isinstance(given, Real) and not isinstance(given, bool | np.bool_)
+    return isinstance(value, Real) and not isinstance(value, bool | np.bool_)
 
 
-def folder_of(given: Any) -> Path | Memory | None:
+def folder_of(value: Any) -> Path | Memory | None:
     """Return where a trace goes. The folder is absolute: a script may go to another one."""
-    fits = given is None or isinstance(given, str | Path | Memory)
-    check("out", given, fits, "a folder, a halfulp.Memory or None")
-    if not isinstance(given, str | Path):
-        return given  # type: ignore[no-any-return]  # what is left
+    fits = value is None or isinstance(value, str | Path | Memory)
+    check("out", value, fits, "a folder, a halfulp.Memory or None")
+    if not isinstance(value, str | Path):
+        return value  # type: ignore[no-any-return]  # what is left
     try:
-        os.lstat(given)
+        os.lstat(value)
     except (OSError, ValueError) as error:
         if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
-            raise UsageError(f"out= cannot be {str(given)!r:.200}: {error}.") from None
-    return Path(given).absolute()
+            raise UsageError(f"out= cannot be {str(value)!r:.200}: {error}.") from None
+    return Path(value).absolute()

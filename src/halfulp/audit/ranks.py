@@ -41,7 +41,7 @@ def many() -> bool:
     return world() > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def spread(what: Any, mesh: Any) -> Any:
+def broadcast(what: Any, mesh: Any) -> Any:
     """Return what the first rank of a mesh knows, for all of its ranks."""
     dist = torch.distributed
     box = [what]

@@ -378,10 +378,10 @@ class Audit:
             begun = self.pipeline.sink.skip_until if self.rehearsing is None else self.rehearsing.begun
         else:
             stage = self._stage()
-            begun = stage.ready.begun
-            chosen = [stage.ready.index(s) for s in (self.rehearsals if specs is None else specs)]
-            wanted = tuple(self.bounds if bounds is None else bounds)
-            real, losses = stage.losses(evaluate, chosen, wanted, self.step)
+            begun = stage.rehearsals.begun
+            chosen = [stage.rehearsals.index(s) for s in (self.rehearsals if specs is None else specs)]
+            chosen_bounds = tuple(self.bounds if bounds is None else bounds)
+            real, losses = stage.losses(evaluate, chosen, chosen_bounds, self.step)
         if record and rank() == 0 and self.step >= begun:  # before, it is there already
             rows = [(REAL, REAL, real)]
             for spec, each in losses.items():
@@ -433,7 +433,7 @@ class Audit:
                 gradient.
         """
         stage, scored = self._stage(), self.pipeline.measure.scored
-        stage.ready.index(spec)
+        stage.rehearsals.index(spec)
         if not self.pipeline.sink.rows:
             raise UsageError(
                 "no step was recorded since the last commit(): call attribute() after a step, which keeps it."

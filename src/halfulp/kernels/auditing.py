@@ -137,7 +137,7 @@ class Together:
         plain = self._find(tensors)
         if native.library() is None:
             for start, x in zip(self.layout.starts, plain, strict=True):
-                self.call.refer(start, (x.numel(),), flat_of(x))
+                self.call.run_reference(start, (x.numel(),), flat_of(x))
             return self.call.audited
         audited = self.call()
         del plain
@@ -218,7 +218,7 @@ class Call:
         native.run("audit", self._tiles, self._call)
         return self.audited
 
-    def refer(self, start: int, shape: tuple[int, ...], now: Array) -> None:
+    def run_reference(self, start: int, shape: tuple[int, ...], now: Array) -> None:
         """Run the reference on one tensor, whose tiles begin at ``start``."""
         first, numel = start * TILE, math.prod(shape)
         bits, odds = self._followed
@@ -248,7 +248,7 @@ def audit_alone(
     flat_w, flat_d = flat_of(w), flat_of(d)
     call = Call(flat_w, flat_d, after, plans, w.dtype, phase, followed)
     if native.library() is None:
-        call.refer(0, tuple(w.shape), flat_d)
+        call.run_reference(0, tuple(w.shape), flat_d)
         return call.audited
     audited = call()
     for i, plan in enumerate(plans):

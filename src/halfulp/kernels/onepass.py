@@ -232,8 +232,9 @@ def torchs_end(rule: int, *, fused: bool) -> int | None:
     g, m, w = (torch.randn(size, generator=generator, **kind) * 1e-3 for _ in range(3))
     v = torch.rand(size, generator=generator, **kind) * 1e-6
     for width in (8, 16, 4) if fused and rule != PLAIN else (1,):
-        equals = _equals_fused if fused else _equals_plain
-        if all(equals((w, g, m, v), _settings(rule, beta, fused), width) for beta in (0.9, 0.3)):
+        if all(
+            _equals_torch((w, g, m, v), _settings(rule, beta, fused), fused, width) for beta in (0.9, 0.3)
+        ):
             return width
     return None
 
@@ -245,49 +246,27 @@ def _settings(rule: int, beta: float, fused: bool) -> Settings:
     )  # fmt: skip
 
 
-def _equals_fused(tensors: Sequence[torch.Tensor], s: Settings, width: int) -> bool:
+def _equals_torch(tensors: Sequence[torch.Tensor], s: Settings, fused: bool, width: int) -> bool:
+    """Compare one step with torch's, by its own functions: an optimizer's step would call hooks."""
     p, g, first, second = (x.clone() for x in tensors)
-    shared: dict[str, Any] = {
-        "lr": s.lr, "weight_decay": s.weight_decay, "maximize": False, "grad_scale": None, "found_inf": None
-    }  # fmt: skip
+    options: dict[str, Any] = {"lr": s.lr, "weight_decay": s.weight_decay, "maximize": False}
+    options |= {"grad_scale": None, "found_inf": None} if fused else {"foreach": False, "fused": False}
     if s.rule in (ADAMW, ADAM):
-        fused = torch._fused_adam_ if s.rule == ADAM else torch._fused_adamw_
-        fused(
-            [p], [g], [first], [second], [], [p.new_tensor(s.t)], beta1=s.betas[0], beta2=s.betas[1],
-            eps=s.eps, amsgrad=False, **shared,
-        )  # fmt: skip
-    else:
-        torch._fused_sgd_(
-            [p], [g], [] if s.rule == PLAIN else [first], momentum=s.betas[0], dampening=s.dampening,
-            nesterov=s.rule == NESTEROV, is_first_step=False, **shared,
-        )  # fmt: skip
-    return _is_the_references((p, first, second), tensors, s, width)
-
-
-def _equals_plain(tensors: Sequence[torch.Tensor], s: Settings, width: int) -> bool:
-    """Compare torch's step that is not fused, by its own functions: an optimizer's step would call hooks."""
-    p, g, first, second = (x.clone() for x in tensors)
-    shared: dict[str, Any] = {
-        "lr": s.lr, "weight_decay": s.weight_decay, "maximize": False, "foreach": False, "fused": False
-    }  # fmt: skip
-    if s.rule in (ADAMW, ADAM):
-        step = adam if s.rule == ADAM else adamw
+        kinds = (torch._fused_adam_, adam) if s.rule == ADAM else (torch._fused_adamw_, adamw)
+        step, t = (kinds[0], s.t) if fused else (kinds[1], s.t - 1)  # plain ones count the step themselves
         step(
-            [p], [g], [first], [second], [], [p.new_tensor(s.t - 1)], beta1=s.betas[0], beta2=s.betas[1],
-            eps=s.eps, amsgrad=False, **shared,
+            [p], [g], [first], [second], [], [p.new_tensor(t)], beta1=s.betas[0], beta2=s.betas[1],
+            eps=s.eps, amsgrad=False, **options,
         )  # fmt: skip
     else:
-        nesterov = s.rule == NESTEROV
-        sgd([p], [g], [first], momentum=s.betas[0], dampening=s.dampening, nesterov=nesterov, **shared)
-    return _is_the_references((p, first, second), tensors, s, width)
-
-
-def _is_the_references(
-    actual: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], s: Settings, width: int
-) -> bool:
-    w, g, m, v = (x.numpy() for x in tensors)
-    expected = proposal(w, g, m, v, s, w.size - w.size % width)
+        options |= {"momentum": s.betas[0], "dampening": s.dampening, "nesterov": s.rule == NESTEROV}
+        if fused:
+            torch._fused_sgd_([p], [g], [] if s.rule == PLAIN else [first], is_first_step=False, **options)
+        else:
+            sgd([p], [g], [first], **options)
+    w, grad, m, v = (x.numpy() for x in tensors)
+    expected = proposal(w, grad, m, v, s, w.size - w.size % width)
     return all(
         np.array_equal(a.view(np.int32), b.numpy().view(np.int32))
-        for a, b in zip(expected, actual, strict=True)
+        for a, b in zip(expected, (p, first, second), strict=True)
     )

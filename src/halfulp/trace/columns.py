@@ -223,5 +223,5 @@ def _widened(t: torch.Tensor | None, table: str, name: str, length: int, place: 
 
 def read(file: Path, table: str, names: Sequence[str]) -> Columns:
     """Return columns of a table from a file, of which nothing else is read."""
-    wanted = {f"{table}/{name}" for name in names}
-    return unpacked(tensors.read_some(file, wanted), table, names, file)
+    keys = {f"{table}/{name}" for name in names}
+    return unpacked(tensors.read_some(file, keys), table, names, file)

@@ -33,7 +33,7 @@ from halfulp.trace.schema import (
 
 ROLES = layout.ROLES
 """The folder of a trace that holds the traces of tracked states."""
-HELD_ROWS = 1 << 20
+CACHED_ROWS = 1 << 20
 """Most rows (of up to 130 bytes each) kept in memory between queries."""
 RACES = 1000
 """Number of times a reader retries when a writer has just replaced the state."""
@@ -86,11 +86,11 @@ class Trace(Recorded):
     parts: tuple[Path, ...]
     documents: tuple[PartDocument, ...] = field(repr=False)
     """The document that describes each part."""
-    _checked: set[Path] = field(default_factory=set, repr=False, compare=False)
+    _files_checked: set[Path] = field(default_factory=set, repr=False, compare=False)
     """Files whose digest has been verified."""
-    _counted: set[str] = field(default_factory=set, repr=False, compare=False)
+    _tables_checked: set[str] = field(default_factory=set, repr=False, compare=False)
     """Tables whose rows have passed the consistency checks."""
-    _held: dict[tuple[int, str], Columns] = field(default_factory=dict, repr=False, compare=False)
+    _cached: dict[tuple[int, str], Columns] = field(default_factory=dict, repr=False, compare=False)
     """Cached tables of parts, while they are small: a small part takes longer to open than to read."""
 
     @property
@@ -146,9 +146,9 @@ class Trace(Recorded):
 
     def _check(self, part: PartDocument, name: str) -> None:
         """Hold a file of a part against its digest, once."""
-        if part.folder / name not in self._checked:
+        if part.folder / name not in self._files_checked:
             _check_file(part.folder / name, part.files[name])
-            self._checked.add(part.folder / name)
+            self._files_checked.add(part.folder / name)
 
     def _check_state(self, newest: PartDocument) -> None:
         try:
@@ -185,7 +185,7 @@ class Trace(Recorded):
     # ---- tables ----
 
     @cached_property
-    def _most(self) -> dict[str, int]:
+    def _largest_ids(self) -> dict[str, int]:
         rehearsed = self.manifest["options"].get("rehearse") or {"specs": []}
         listed = {"tensor": self.manifest["tensors"], "grid": self.grids, "rehearsal": rehearsed["specs"]}
         return {"bound": len(BOUNDS) - 1, **{name: len(known) - 1 for name, known in listed.items()}}
@@ -196,11 +196,11 @@ class Trace(Recorded):
         if len(table) != part.rows.get(name, len(table)):
             raise CorruptionError(f"{where} has {len(table):,} rows; its part states {part.rows[name]:,}.")
         least = -1 if name == LOSSES else 0  # the run itself
-        for key in (k for k in table.columns if k in self._most and len(table)):
+        for key in (k for k in table.columns if k in self._largest_ids and len(table)):
             low, high = table[key].min(), table[key].max()
-            if low < least or high > self._most[key]:
+            if low < least or high > self._largest_ids[key]:
                 raise CorruptionError(
-                    f"{where}: {key} is from {low} to {high}, expected {least} to {self._most[key]}."
+                    f"{where}: {key} is from {low} to {high}, expected {least} to {self._largest_ids[key]}."
                 )
 
     def scan(self, table: str = "grids", *names: str) -> Columns:
@@ -223,22 +223,22 @@ class Trace(Recorded):
 
     def by_part(self, table: str, *names: str) -> Iterator[Columns]:
         """Yield a table part by part, checked: digests first, then columns, then rows."""
-        if table not in self._counted:
-            rows_kept = sum(map(len, self._held.values()))
+        if table not in self._tables_checked:
+            cached = sum(map(len, self._cached.values()))
             for part in self.documents:
                 if part.has(table):
                     self._check(part, part.file_of(table).name)
                     rows = _read(part, table, *SCHEMAS[table])
                     self._check_rows(part, table, rows)
-                    if (rows_kept := rows_kept + len(rows)) <= HELD_ROWS:
-                        self._held[part.number, table] = rows
-            self._counted.add(table)
-        wanted = names or tuple(SCHEMAS[table])
+                    if (cached := cached + len(rows)) <= CACHED_ROWS:
+                        self._cached[part.number, table] = rows
+            self._tables_checked.add(table)
+        chosen = names or tuple(SCHEMAS[table])
         for part in self.documents:
-            if (part.number, table) in self._held:
-                yield self._held[part.number, table].select(*wanted)
+            if (part.number, table) in self._cached:
+                yield self._cached[part.number, table].select(*chosen)
             else:
-                yield _read(part, table, *wanted) if part.has(table) else columns.empty(table).select(*wanted)
+                yield _read(part, table, *chosen) if part.has(table) else columns.empty(table).select(*chosen)
 
     @property
     def last_step(self) -> int:

@@ -50,12 +50,12 @@ class Resumed:
             if missing and count and not trace.documents[count - 1].state_file.exists():
                 break  # it was resumed after that part already
             step, ranks = candidate.shards
-            wanted = [shard_file(trace.path, step, rank) for rank in ranks]
-            missing = [file for file in wanted if not file.exists()]
+            needed = [shard_file(trace.path, step, rank) for rank in ranks]
+            missing = [file for file in needed if not file.exists()]
             if not missing:
                 return candidate
         raise UsageError(
-            f"cannot resume {trace.path}: {len(missing)} of {len(wanted)} files are missing in "
+            f"cannot resume {trace.path}: {len(missing)} of {len(needed)} files are missing in "
             f"{missing[0].parent}, such as {missing[0].name}; they hold what each rank "
             "follows. Every rank must see the same folder."
         )

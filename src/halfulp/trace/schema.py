@@ -239,9 +239,9 @@ class Parts:
 
     def _read(self, folder: Path, place: Mapping[str, Any]) -> PartDocument:
         first = self.manifest["format"] == 1
-        return self._first(folder, place["number"]) if first else self._second(folder, place)
+        return self._of_format_1(folder, place["number"]) if first else self._of_format_2(folder, place)
 
-    def _first(self, folder: Path, number: int) -> PartDocument:
+    def _of_format_1(self, folder: Path, number: int) -> PartDocument:
         file = folder / DIGESTS
         digests = parsed(files.read(file, MOST_BYTES), file, "a list of digests")
         known = {f"{t}.parquet" for t in TABLES}
@@ -256,7 +256,7 @@ class Parts:
             folder=folder, number=number, files=entries, rows={}, state=state, state_file=folder / STATE
         )
 
-    def _second(self, folder: Path, place: Mapping[str, Any]) -> PartDocument:
+    def _of_format_2(self, folder: Path, place: Mapping[str, Any]) -> PartDocument:
         file = folder / DOCUMENT
         document = parsed(files.read(file, MOST_BYTES), file, "the document of a part")
         fields = Fields(document, str(file))

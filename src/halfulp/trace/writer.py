@@ -76,14 +76,14 @@ class TraceWriter:
                 raise files.refused_reading(path, error) from error
             raise
 
-    def _take_up(self, wanted: Mapping[str, Any]) -> None:
+    def _take_up(self, settings: Mapping[str, Any]) -> None:
         trace = Trace.open(self.path)
         if (version := trace.manifest["format"]) != FORMAT:
             raise UsageError(
                 f"cannot resume {self.path}: it has trace format {version}, and recordings go on in format "
                 f"{FORMAT}. It can be read as before; record what follows into another folder."
             )
-        check_same(self.path, trace.manifest, wanted)
+        check_same(self.path, trace.manifest, settings)
         if self._owner is not None:
             check_owner(self.path, trace.manifest, self._owner)
         self.manifest = trace.manifest
@@ -322,10 +322,10 @@ def check_free(path: Path, resume: bool) -> None:
         raise files.refused_reading(path, error) from error
 
 
-def check_same(path: Path | str, manifest: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def check_same(path: Path | str, manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Refuse to continue a trace with settings other than those that it was begun with."""
-    pairs = [(key, manifest[key], wanted[key]) for key in ("grids", "every")]
-    pairs += [(key, manifest["options"].get(key), value) for key, value in wanted["options"].items()]
+    pairs = [(key, manifest[key], settings[key]) for key in ("grids", "every")]
+    pairs += [(key, manifest["options"].get(key), value) for key, value in settings["options"].items()]
     for key, old, new in pairs:
         if old != new:
             raise UsageError(f"cannot resume {path}: it was recorded with {key}={old!r}, not {new!r}.")

@@ -15,7 +15,7 @@ import torch
 
 from halfulp import kernels
 from halfulp.audit.meter import device_moved
-from halfulp.audit.meter.rows import PER_GRID, SHARED, Array, Summing, leave_out, row_of
+from halfulp.audit.meter.rows import PER_GRID, SHARED, Array, Summing, mark_unmeasured, row_of
 from halfulp.audit.meter.tensor import Watched
 from halfulp.audit.ranks import rank, reduced
 from halfulp.kernels import TILE
@@ -189,9 +189,9 @@ class Meter:
         """Sum the rows of shards over ranks; what was not measured is not a number."""
         totals = reduced(seen, rows)
         if rank() == 0 and not self.phase:
-            leave_out(totals, "phase")
+            mark_unmeasured(totals, "phase")
         if rank() == 0 and not self.expected:
-            leave_out(totals, "expected")
+            mark_unmeasured(totals, "expected")
         return totals
 
     def _batches_of(self, watched: Sequence[Watched]) -> list[Batch]:

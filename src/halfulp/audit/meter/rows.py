@@ -65,7 +65,7 @@ class Summing:
         Not a number where the frozen counts of weight decay alone and of the rest alone would be.
         """
         rows = self._sums()
-        leave_out(rows, "frozen_decay", "frozen_gradient")
+        mark_unmeasured(rows, "frozen_decay", "frozen_gradient")
         return rows
 
 
@@ -87,7 +87,7 @@ def row_of(audited: kernels.Audited) -> torch.Tensor | Array:
     return Summing(audited)()[0] if audited.counts.device.type == "cpu" else numbers_on_device(audited)
 
 
-def leave_out(rows: Array, *columns: str) -> None:
+def mark_unmeasured(rows: Array, *columns: str) -> None:
     """Say of rows that some columns were not measured: kernels leave zeros there."""
     for name in columns:
         rows[:, PER_GRID.index(name) : -len(SHARED) : EACH] = np.nan

@@ -124,33 +124,33 @@ class ModelAsIf:
     """Put the weights of rehearsals into the model, for as long as somebody looks.
 
     Args:
-        ready: The rehearsals, which have tensors.
+        rehearsals: The rehearsals, which have tensors.
         models: The models whose buffers are put back.
     """
 
-    def __init__(self, ready: Rehearsals, models: Sequence[torch.nn.Module]) -> None:
-        self.ready, self.models = ready, models
+    def __init__(self, rehearsals: Rehearsals, models: Sequence[torch.nn.Module]) -> None:
+        self.rehearsals, self.models = rehearsals, models
 
     @contextmanager
     def as_if(self, spec: str, bound: str, step: int) -> Iterator[None]:
         """Have the model hold a rehearsal's weights inside a with block; then its own again, to the bit."""
-        ready = self.ready
-        j, what = ready.index(spec), f"as_if({spec!r}, bound={bound!r})"
-        if ready.shown is not None:
-            raise UsageError(f"{what} was entered inside {ready.shown}: leave that one first.")
-        if ready.begun > step:
+        rehearsals = self.rehearsals
+        j, what = rehearsals.index(spec), f"as_if({spec!r}, bound={bound!r})"
+        if rehearsals.shown is not None:
+            raise UsageError(f"{what} was entered inside {rehearsals.shown}: leave that one first.")
+        if rehearsals.begun > step:
             raise UsageError(
-                f"the rehearsals are those of step {ready.step}, where the resumed trace ended, but the run "
-                f"is at step {step}. They go on together from there."
+                f"the rehearsals are those of step {rehearsals.step}, where the resumed trace ended, but the "
+                f"run is at step {step}. They go on together from there."
             )
-        weights = ready.weights(j, bound)
+        weights = rehearsals.weights(j, bound)
         shown = {w.tensor if w.shown is None else w.shown: values for w, values in weights.items()}
-        ready.shown = what
+        rehearsals.shown = what
         try:
             with swapped(shown, self.models, what):
                 yield
         finally:
-            ready.shown = None
+            rehearsals.shown = None
 
     def losses(
         self, evaluate: Callable[[], Any], chosen: Sequence[int], bounds: Sequence[str], step: int
@@ -159,13 +159,13 @@ class ModelAsIf:
         before = RandomState()
         real = number(evaluate())
         losses: Losses = {}
-        if step < self.ready.begun:
+        if step < self.rehearsals.begun:
             return real, losses
         after = RandomState()
         projections: dict[str, float] = {}
         try:
             for j in chosen:
-                spec, grid = self.ready.rehearse.names[j], self.ready.rehearse.each[j].grid.name
+                spec, grid = self.rehearsals.rehearse.names[j], self.rehearsals.rehearse.each[j].grid.name
                 for bound in bounds:
                     if bound == "lower" and grid in projections:  # whatever the policy
                         loss = projections[grid]

@@ -92,13 +92,13 @@ def attribute(
     step: int,
 ) -> dict[str, torch.Tensor]:
     """Add every tile's share of the loss that a rehearsal costs; return them by tensor."""
-    ready = stage.ready
-    j, size = ready.index(spec), checked_tile(tile)
+    rehearsals = stage.rehearsals
+    j, size = rehearsals.index(spec), checked_tile(tile)
     if into.tile not in (None, size):
         raise UsageError(f"this audit attributes to tiles of {into.tile}, not of {size}.")
-    if any(w.sharded for w in ready.tensors):
+    if any(w.sharded for w in rehearsals.tensors):
         raise UsageError("attribute is for whole tensors; this model is sharded.")
-    weights = {w: values for w, values in ready.weights(j, bound).items() if w.tensor.requires_grad}
+    weights = {w: values for w, values in rehearsals.weights(j, bound).items() if w.tensor.requires_grad}
     params = {w.name: w.tensor if w.shown is None else w.shown for w in weights}
     paths = {w.name: (w.tensor.detach().clone(), s) for w, s in weights.items()}
     before = RandomState()

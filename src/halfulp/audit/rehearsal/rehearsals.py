@@ -70,7 +70,7 @@ class Rehearsed:
         return tensors
 
 
-class Together:
+class RehearsedBatch:
     """Rehearsals of small tensors that are audited together, in one block of memory and one call."""
 
     def __init__(self, batch: Batch, tensors: Mapping[Watched, Rehearsed]) -> None:
@@ -128,7 +128,7 @@ class Rehearsals:
         """The last step that was replayed, and the last of those that a resumed trace had."""
         self.tensors: dict[Watched, Rehearsed] = {}
         self.rows: list[Moved] = []
-        self.batches: list[Together] = []
+        self.batches: list[RehearsedBatch] = []
         self.shown: str | None = None
         """As what the model is shown at the moment, if it is."""
 
@@ -201,7 +201,7 @@ class Rehearsals:
         for batch in batches:
             if any(w in self.tensors for w in batch.members):
                 batch.keep_after()
-                self.batches.append(Together(batch, self.tensors))
+                self.batches.append(RehearsedBatch(batch, self.tensors))
 
     def replay(
         self,

@@ -85,7 +85,7 @@ def in_fork(function: Callable[[], float], limit: float) -> tuple[float, float]:
         warnings.simplefilter("ignore", DeprecationWarning)  # of other threads, which it does without
         child = os.fork()
     if child == 0:
-        _give(function, writing_end, threads_end)
+        _reply_and_exit(function, writing_end, threads_end)
     reply, used = None, 0.0
     try:
         os.close(writing_end)
@@ -106,7 +106,7 @@ def in_fork(function: Callable[[], float], limit: float) -> tuple[float, float]:
     return float.fromhex(reply[1:]), used
 
 
-def _give(function: Callable[[], float], writing_end: int, threads_end: bool) -> NoReturn:
+def _reply_and_exit(function: Callable[[], float], writing_end: int, threads_end: bool) -> NoReturn:
     """Call the function in the forked process, write its number to the pipe, and end the process."""
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -227,7 +227,7 @@ class Variables:
             ) if _filled(cell)
         ]  # fmt: skip
         self._were = [{k: _copy(v) for k, v in space.items()} for _, space in self._spaces]
-        self._held = [_copy(cell.cell_contents) for _, cell in self._cells]
+        self._contents = [_copy(cell.cell_contents) for _, cell in self._cells]
 
     def put_back(self) -> list[str]:
         """Restore what changed and return the names of it."""
@@ -237,7 +237,7 @@ class Variables:
                 if copied is not None and not copied.same(space.get(name, self)):
                     changed.append(prefix + name)
                     space[name] = copied.restored()
-        for (name, cell), copied in zip(self._cells, self._held, strict=True):
+        for (name, cell), copied in zip(self._cells, self._contents, strict=True):
             if copied is not None and not copied.same(cell.cell_contents):
                 changed.append(name)
                 cell.cell_contents = copied.restored()
@@ -305,12 +305,12 @@ class _Guard:
     def here(self) -> bool:
         return self.where == (os.getpid(), threading.get_ident())
 
-    def _refuse(self, event: str, given: tuple[Any, ...]) -> None:
+    def _refuse(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self.where is None or not self.here():
             return
-        writes = event == "open" and isinstance(given[2], int) and given[2] & WRITING
-        if event in REFUSED or (writes and given[0] != os.devnull):
-            raise PermissionError(f"it changes files ({event} of {str(given[:1])[1:-2]})")
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITING
+        if event in REFUSED or (writes and arguments[0] != os.devnull):
+            raise PermissionError(f"it changes files ({event} of {str(arguments[:1])[1:-2]})")
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import torch
 
 from halfulp import files, tensors
 from halfulp.audit.meter.tensor import Watched
-from halfulp.audit.ranks import rank, spread
+from halfulp.audit.ranks import broadcast, rank
 from halfulp.documents import whole
 from halfulp.errors import CorruptionError, HalfulpError, UsageError
 from halfulp.text import tell
@@ -89,7 +89,7 @@ class Shards:
         clear(self.out, lambda step: step <= self.step and step not in keep)  # a later one is being written
 
 
-def met(
+def agree(
     shards: Shards | None, writes: Writes | None, new: Sequence[Watched], last: int, loaded: State
 ) -> Shards | None:
     """Have all ranks that share tensors know where the trace is; None: it is nowhere, or not seen from here.
@@ -98,7 +98,7 @@ def met(
     """
     place: Any = writes
     for mesh in dict.fromkeys(w.tensor.device_mesh for w in new):  # type: ignore[attr-defined]  # DTensors
-        sent = spread(place, mesh)
+        sent = broadcast(place, mesh)
         place = sent if place is None else place
     if place is None or not new:
         return shards
@@ -129,26 +129,26 @@ def _sees(out: Path, trace: str) -> bool:
     return seen
 
 
-def give(
+def restore(
     loaded: State, resumed: Resumed, new: Iterable[Watched], followed: Callable[[Watched], bool]
 ) -> None:
     """Add what was followed of the shards that this rank holds to the state loaded from a trace."""
     step, ranks = shards_of(loaded)
     unsharded = {int(n.partition(".")[0]) for n in loaded if n.partition(".")[0].isdecimal()}
-    wanted = {w.id: w for w in new if w.sharded or (step and w.id not in unsharded)}
+    missing = {w.id: w for w in new if w.sharded or (step and w.id not in unsharded)}
     for r in sorted(ranks, key=lambda r: (r != rank(), r)):  # its own file is all that it needs, as a rule
-        if not wanted:
+        if not missing:
             break
         state, ranges = _read(shard_file(resumed.trace.path, step, r), resumed.manifest["id"])
-        for i in [i for i, w in wanted.items() if ranges.get(i) == range_of(w)]:
+        for i in [i for i, w in missing.items() if ranges.get(i) == range_of(w)]:
             loaded.update({n: t for n, t in state.items() if n.partition(".")[0] == str(i)})
-            del wanted[i]
-    left = {i for i, w in wanted.items() if followed(w)}
+            del missing[i]
+    left = {i for i, w in missing.items() if followed(w)}
     if left and resumed.count:
         rows = resumed.trace.scan("tensors", "step", "tensor")
         for i in left & set(rows["tensor"][rows["step"] <= resumed.last_step].tolist()):
             raise UsageError(
-                f"cannot resume {resumed.trace.path}: {wanted[i].name!r} was sharded in another way, or not "
+                f"cannot resume {resumed.trace.path}: {missing[i].name!r} was sharded in another way, or not "
                 "at all, when this trace was recorded. Resume on as many ranks as before, or record what "
                 "follows into another folder."
             )

@@ -168,11 +168,11 @@ class TraceSink:
         writer = self.writer if isinstance(self.writer, TraceWriter) else None
         writes = None if writer is None else (writer.path, writer.manifest["id"], self.skip_until)
         sharded = [w for w in new if w.sharded]
-        self.shards = shard_state.met(self.shards, writes, sharded, self.skip_until, self.loaded)
+        self.shards = shard_state.agree(self.shards, writes, sharded, self.skip_until, self.loaded)
         if self.shards is not None:
             self.out = self.shards.out  # numbered, if it was taken
         if self.resumed is not None:
-            shard_state.give(self.loaded, self.resumed, new, followed)
+            shard_state.restore(self.loaded, self.resumed, new, followed)
 
     def list_tensors(self, watched: Iterable[Watched], **changed: Any) -> None:
         """State in the manifest which tensors are watched, and what else has changed."""

@@ -53,7 +53,7 @@ SHORT = {"bfloat16": "bf16", "float16": "fp16", "float8_e5m2": "e5m2", "float8_e
 
 
 @dataclass(eq=False)
-class _Mine:
+class _Group:
     """Main parameters that are examined together."""
 
     tensors: list[torch.Tensor]
@@ -130,8 +130,8 @@ class CastAudit:
         self._names = {m: name for name, (m, _) in self.pairs.items()}
         self._copies: dict[torch.Tensor, torch.Tensor] = dict(self.pairs.values())
         self._modules = _modules(stored, self.pairs)
-        self._mine: dict[tuple[int, ...], _Mine] = {}
-        self._stepped: list[_Mine] = []
+        self._groups: dict[tuple[int, ...], _Group] = {}
+        self._stepped: list[_Group] = []
         self._losses: list[float] = []
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._looks, self._moved_any = 0, False
@@ -233,19 +233,19 @@ class CastAudit:
     def _look(self, key: tuple[int, ...], rates: Mapping[torch.Tensor, float]) -> None:
         """Count the casts of some main parameters; ``key`` tells them from others of the same step."""
         pipeline, start = self.pipeline, time.perf_counter()
-        mine = self._mine.setdefault(key, _Mine(list(rates)))
-        if mine in self._stepped:
+        group = self._groups.setdefault(key, _Group(list(rates)))
+        if group in self._stepped:
             self._finish()
         if not self._stepped:
             pipeline.commit_if_due()
         if pipeline.due(self.step if self._stepped else self.step + 1):
-            pipeline.watch(mine, mine.tensors, self._named, described=self._described)
+            pipeline.watch(group, group.tensors, self._named, described=self._described)
         if not self._stepped:
             pipeline.advance()
-        self._stepped.append(mine)
+        self._stepped.append(group)
         if pipeline.due(self.step):
             with torch.no_grad():
-                self._record(pipeline.watchlist.of(mine, mine.tensors), rates)
+                self._record(pipeline.watchlist.of(group, group.tensors), rates)
         self._losses.clear()
         self.seconds += time.perf_counter() - start
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from halfulp import kernels
-from halfulp.audit.meter.rows import Row, leave_out, row_of
+from halfulp.audit.meter.rows import Row, mark_unmeasured, row_of
 from halfulp.audit.meter.tensor import Watched
 from halfulp.audit.sources.states import GRADIENTS
 from halfulp.canonical import LARGEST
@@ -44,7 +44,7 @@ class Accumulation:
         """Counts of this accumulation so far, by tensor."""
         self._at = (0, 0)
         """The step of the run that it belongs to, and its number there."""
-        self._held = (0, 0)
+        self._resumed_at = (0, 0)
         """The point up to which a resumed trace goes."""
         self._lock = threading.Lock()  # backward has threads of its own for other devices
 
@@ -71,13 +71,13 @@ class Accumulation:
         if self.track is None or not self._pending:
             return
         pending, self._pending = self._pending, {}
-        if self._at <= self._held or self.track.trouble is not None:
+        if self._at <= self._resumed_at or self.track.trouble is not None:
             return
         pipeline, ids = self.track.pipeline, list(pending)
         pipeline.sink.step += 1
         pipeline.sink.unwritten += 1
         totals = np.stack([pending[i] for i in ids])
-        leave_out(totals, "phase", "expected")
+        mark_unmeasured(totals, "phase", "expected")
         row = Row(step=pipeline.sink.step, ids=ids, rates=[float("nan")] * len(ids), numbers=totals)
         pipeline.sink.rows.append(row)
         pipeline.finish()
@@ -101,8 +101,8 @@ class Accumulation:
     def _count(self, w: Watched, buffer: torch.Tensor, g: torch.Tensor) -> None:
         if self.track is None:
             self.track = self.states.track(GRADIENTS, {w.name: w.tensor}, never_moved=False, known=True)
-            self._take_up(self.track)
-        if self.states.coming < self._held[0]:
+            self._resume(self.track)
+        if self.states.coming < self._resumed_at[0]:
             return
         mine = self.track.take(w.name, w.tensor)
         if mine is None:
@@ -110,14 +110,14 @@ class Accumulation:
         row = row_of(kernels.audit(buffer, g, mine.grids, phase=False))
         self._coming[w.tensor] = row.cpu().numpy() if isinstance(row, torch.Tensor) else row
 
-    def _take_up(self, track: TrackedState) -> None:
+    def _resume(self, track: TrackedState) -> None:
         """Go on where the role's trace ends; one that does not say where that is ends with the run's own."""
         sink = track.pipeline.sink
         sink.step = sink.skip_until
         if sink.skip_until:
             place = sink.loaded.get(PLACE)
             begun = (self.states.owner.sink.skip_until, LARGEST) if place is None else place.tolist()
-            self._held = (int(begun[0]), int(begun[1]))
+            self._resumed_at = (int(begun[0]), int(begun[1]))
 
     def _added(self, p: torch.Tensor) -> None:
         """Handle a contribution that was added to its buffer."""

@@ -179,23 +179,23 @@ def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
         _take_over(wb, saved, groups, {i: state.get(k, {}) for i, k in enumerate(keys)})
         return
     theirs = _parsed(line)
-    late = _late(wb, theirs)
-    slots = [*wb.slots, *(slot for slot, _ in late)]
+    unfrozen = _unfrozen(wb, theirs)
+    slots = [*wb.slots, *(slot for slot, _ in unfrozen)]
     _check_identity(identity(wb, slots), theirs)
     kept = {
         k: {n.removeprefix(PREFIX): entry.pop(n) for n in list(entry) if str(n).startswith(PREFIX)}
         for k, entry in state.items()
     }
     by_number = {i: kept.get(k, {}) for i, k in enumerate(keys)}
-    taken = [(slot, _checked(slot, by_number.get(number(wb, slot), {}))) for slot in slots]
+    checked = [(slot, _local_tensors(slot, by_number.get(number(wb, slot), {}))) for slot in slots]
     _check_digest(theirs, others | {i: saved["state"].get(k, {}) for i, k in enumerate(keys)})
-    for slot, values in taken:
+    for slot, values in checked:
         _check_values(slot, values)
     rest = {k: entry for k, entry in state.items() if entry}
-    _give(wb, {**saved, "state": rest | others, "param_groups": groups}, late)
+    _load_inner(wb, {**saved, "state": rest | others, "param_groups": groups}, unfrozen)
     wb.steps = theirs["step"]
-    for slot, values in taken:
-        _take(slot, values)
+    for slot, values in checked:
+        _adopt(slot, values)
 
 
 def _refuse_emptied(wb: WriteBack, state: dict[Any, dict[str, Any]]) -> None:
@@ -221,11 +221,13 @@ def _take_over(
         )
     fitted = takeover.fitted(wb, groups, by_number)
     begin = takeover.starts(wb)
-    _give(wb, {**saved, "param_groups": fitted})
+    _load_inner(wb, {**saved, "param_groups": fitted})
     takeover.begin(wb, begin)
 
 
-def _give(wb: WriteBack, plain: dict[str, Any], late: Sequence[tuple[Slot, torch.Tensor]] = ()) -> None:
+def _load_inner(
+    wb: WriteBack, plain: dict[str, Any], unfrozen: Sequence[tuple[Slot, torch.Tensor]] = ()
+) -> None:
     """Load a copy of a state into the wrapped optimizer, which goes on with its tensors.
 
     The caller's dictionary stays as it was. ``late`` are parameters that are managed from now on.
@@ -239,11 +241,11 @@ def _give(wb: WriteBack, plain: dict[str, Any], late: Sequence[tuple[Slot, torch
             wb._check_group(group)
         for group in groups[: len(wb.param_groups)]:
             _check_settings(wb, group)
-        for slot in (*wb.slots, *(slot for slot, _ in late)):
+        for slot in (*wb.slots, *(slot for slot, _ in unfrozen)):
             slot.policy.check(slot.grid, wb.optimizer, groups[slot.place[0]])
         wb.optimizer.load_state_dict(plain)
-        if late:  # again with their stand-ins, which do not round moments to the parameter's type
-            wb._commit(list(late), project=False)
+        if unfrozen:  # again with their stand-ins, which do not round moments to the parameter's type
+            wb._commit(list(unfrozen), project=False)
             wb.optimizer.load_state_dict(plain)
     except HalfulpError:
         raise
@@ -275,7 +277,7 @@ def _check_settings(wb: WriteBack, group: dict[str, Any]) -> None:
         )
 
 
-def _late(wb: WriteBack, theirs: dict[str, Any]) -> list[tuple[Slot, torch.Tensor]]:
+def _unfrozen(wb: WriteBack, theirs: dict[str, Any]) -> list[tuple[Slot, torch.Tensor]]:
     """Return slots for parameters that the state manages but that are frozen here.
 
     They were trained when the state was saved.
@@ -360,7 +362,7 @@ def _check_identity(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
                 )
 
 
-def _checked(slot: Slot, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _local_tensors(slot: Slot, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return a parameter's saved tensors, local and of the expected kind."""
     mine = {k: v for k, v in slot.kept_tensors().items() if k not in slot.resting}
     mine.update({k: v for k, v in slot.rested().items() if k in saved})  # saved while others were evaluated
@@ -428,7 +430,7 @@ def _check_on_grid(slot: Slot, p: torch.Tensor) -> None:
         )
 
 
-def _take(slot: Slot, tensors: dict[str, torch.Tensor]) -> None:
+def _adopt(slot: Slot, tensors: dict[str, torch.Tensor]) -> None:
     """Keep copies of checked tensors as the slot's own."""
     fresh = {key: value.clone() for key, value in tensors.items()}
     slot.resting = {key: fresh.pop(key) for key in tensors if key.startswith("resting")}
