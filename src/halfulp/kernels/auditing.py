@@ -53,24 +53,16 @@ class TileSums:
     of arrays takes longer than to add up a small model.
 
     Args:
-        found: What is found, on the CPU.
+        audited: What the audit found, on the CPU.
         starts: The first tile of every tensor.
         each: How far apart grids are in a row; counts come first, then phase, expected and ARRIVED.
         width: The length of a row.
     """
 
     def __init__(self, audited: Audited, starts: Sequence[int], each: int, width: int) -> None:
-        self._parts = [
-            np.ascontiguousarray(x.numpy())
-            for x in (
-                audited.counts,
-                audited.shared,
-                audited.phase,
-                audited.expected,
-                audited.arrived,
-                audited.sums,
-            )
-        ]
+        a = audited
+        parts = (a.counts, a.shared, a.phase, a.expected, a.arrived, a.sums)
+        self._parts = [np.ascontiguousarray(x.numpy()) for x in parts]
         self._starts, self._each = np.array(starts, dtype=np.int64), each
         self._shape = (len(starts), width)
         given = (*map(native.at, self._parts), *self._parts[0].shape, each, len(starts))

@@ -221,9 +221,8 @@ def step_run(
             r = tl.where((near == q) & (z != q), r, near)
     r = tl.where(ok, r, q)
     end = (r >= f[HI]) | (r <= f[LO])
-    if (KEEPS == CARRY) | (
-        KEEPS == ERROR
-    ):  # beyond the ends of the range, what is not written never could be
+    if (KEEPS == CARRY) | (KEEPS == ERROR):
+        # Beyond the ends of the range, what is not written never could be.
         rest = tl.where(end & (tl.abs(z) >= tl.abs(r)), 0.0, z - r)
         if KEEPS == CARRY:
             if kept.dtype.element_ty == tl.int16:

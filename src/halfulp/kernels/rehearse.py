@@ -268,7 +268,7 @@ def _move(
 ) -> torch.Tensor:
     """One row of one tensor, from the library's own rounding and write-back kernels: any grid, any device.
 
-    ``told``: the pull, and the factors of what is pending.
+    ``factors``: the pull, and the factors of what is pending.
     """
     k, b, c = factors
     work, grid, shape = working(w.dtype), rule.grid, w.shape

@@ -28,17 +28,6 @@ from halfulp.trace.schema import FORMAT, MOST_ROWS, STATE, TABLES
 from halfulp.trace.writer import TraceWriter
 
 __all__ = [
-    "FORMAT",
-    "MOST_ROWS",
-    "STATE",
-    "TABLES",
-    "Array",
-    "Columns",
-    "Memory",
-    "Recorded",
-    "Scope",
-    "Trace",
-    "TraceWriter",
-    "free_folder",
-    "newest_folder",
+    "FORMAT", "MOST_ROWS", "STATE", "TABLES", "Array", "Columns", "Memory", "Recorded", "Scope", "Trace",
+    "TraceWriter", "free_folder", "newest_folder",
 ]  # fmt: skip

@@ -123,19 +123,17 @@ class Memory:
         last = documents.Fields(manifest, _SAVED).whole("last_step")
         if documents.DIGEST in manifest:  # which earlier releases did not state
             documents.check_digest(manifest, _SAVED)
-            if (
-                _digest({n: t for n, t in tensors.items() if n.startswith((_TABLE, _STATE))})
-                != manifest[_DIGEST]
-            ):
+            saved = {n: t for n, t in tensors.items() if n.startswith((_TABLE, _STATE))}
+            if _digest(saved) != manifest[_DIGEST]:
                 raise TamperingError(
                     f"{_SAVED} is not what it was: the SHA-256 of its tensors differs. {RESTORE}"
                 )
         manifest = {k: v for k, v in manifest.items() if k not in ("last_step", _DIGEST, documents.DIGEST)}
-        saved = {n.removeprefix(_TABLE): t.clone() for n, t in tensors.items() if n.startswith(_TABLE)}
+        tables = {n.removeprefix(_TABLE): t.clone() for n, t in tensors.items() if n.startswith(_TABLE)}
         part = {
-            table: columns.unpacked(saved, table, tuple(schema), _SAVED)
+            table: columns.unpacked(tables, table, tuple(schema), _SAVED)
             for table, schema in SCHEMAS.items()
-            if f"{table}/step" in saved
+            if f"{table}/step" in tables
         }
         state = {n.removeprefix(_STATE): t.clone() for n, t in tensors.items() if n.startswith(_STATE)}
         return cls(manifest, [part] if part else [], state, last)

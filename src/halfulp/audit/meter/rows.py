@@ -51,7 +51,7 @@ class Summing:
     """Make the rows of tensors from what an audit found tile by tile, in the same place at every step.
 
     Args:
-        found: What is found, on the CPU.
+        audited: What the audit found, on the CPU.
         starts: The first tile of every tensor; a tensor alone may be empty (a shard).
     """
 
