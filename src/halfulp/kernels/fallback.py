@@ -43,7 +43,7 @@ def onepass(
     """Make one step of every tensor: see :class:`halfulp.kernels.onepass.Jobs`."""
     results = []
     for job, grad, row, key in zip(jobs, grads, rates, keys.tolist(), strict=True):
-        numbers = onepass_reference.Made(case.rule, tuple(row.tolist()), case.small, case.torchs_root)
+        numbers = onepass_reference.RateRow(case.rule, tuple(row.tolist()), case.small, case.torchs_root)
         grid, n = case.grid.within(torch.float32), job.size
         q, codes = as_floats(flat_of(job.stored)), job.stored.dtype == torch.uint8
         if codes:

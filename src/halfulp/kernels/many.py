@@ -45,13 +45,13 @@ class Many:
         for table, row in ((self._write, WRITE_ROW), (self._aside, ASIDE_ROW)):
             table[:, row["size"]], table[:, row["start"]] = sizes, self._ends[:-1]
         self._write[:, WRITE_ROW["sums"]] = sums
-        self._known: dict[str, tuple[Sequence[torch.Tensor], Array]] = {}
+        self._cached: dict[str, tuple[Sequence[torch.Tensor], Array]] = {}
 
     def _places(self, what: str, tensors: Sequence[torch.Tensor]) -> Array:
         """Return the addresses of tensors that stay where they are: a list given again is not read again."""
-        if what not in self._known or self._known[what][0] is not tensors:
-            self._known[what] = tensors, addresses(tensors)
-        return self._known[what][1]
+        if what not in self._cached or self._cached[what][0] is not tensors:
+            self._cached[what] = tensors, addresses(tensors)
+        return self._cached[what][1]
 
     def set_aside(self, values: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> bool:
         """Copy values to ``out``, all float32 or all bfloat16; return True if all values fit.
@@ -115,8 +115,8 @@ class Many:
             )
             return Parts(torch.from_numpy(counts), torch.from_numpy(totals), self._ends)
         counts, totals = np.zeros((n, len(WRITE_COUNTS)), dtype=np.int32), np.zeros((n, len(WRITE_SUMS)))
-        known = self._known.get("aside")
-        self._write[:, WRITE_ROW["q"]] = known[1] if known is not None and known[0] is q else addresses(q)
+        cached = self._cached.get("aside")
+        self._write[:, WRITE_ROW["q"]] = cached[1] if cached is not None and cached[0] is q else addresses(q)
         self._write[:, WRITE_ROW["moved"]] = 0 if moved is None else self._places("moved", moved)
         self._write[:, WRITE_ROW["z"]] = addresses(z)
         self._write[:, WRITE_ROW["carry"]] = 0 if carry is None else addresses(carry)

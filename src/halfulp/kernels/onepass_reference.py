@@ -97,7 +97,7 @@ class Policy(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Made:
+class RateRow:
     """The form of :class:`Settings` that a kernel call takes."""
 
     rule: int
@@ -107,9 +107,9 @@ class Made:
 
 
 @lru_cache(maxsize=64)
-def rates(s: Settings | Made) -> Array:
+def rates(s: Settings | RateRow) -> Array:
     """The numbers of a step, float32: RATES. All tensors of a group have the same, so they are kept."""
-    if isinstance(s, Made):
+    if isinstance(s, RateRow):
         return np.array(s.rates, dtype=real)
     with np.errstate(over="ignore"):  # a rate of 1e-40 has no finite factor to feed errors back by
         of_rule = _of_adam(s) if s.rule in (ADAMW, ADAM) else _of_one_moment(s)
@@ -152,9 +152,9 @@ def _of_adam(s: Settings) -> dict[str, Any]:
     }
 
 
-def small(s: Settings | Made) -> bool:
+def small(s: Settings | RateRow) -> bool:
     """Return True if Adam's moment moves from m towards g, False if back from g; the smaller step counts."""
-    if isinstance(s, Made):
+    if isinstance(s, RateRow):
         return s.small
     return s.rule in (ADAMW, ADAM) and bool(abs(real(1 - s.betas[0])) < real(0.5))
 
@@ -178,7 +178,7 @@ def fma(a: Any, b: Any, c: Any) -> Array:
 
 
 def moments(
-    w: Array, g: Array, m: Array, v: Array, s: Settings | Made, plain: int
+    w: Array, g: Array, m: Array, v: Array, s: Settings | RateRow, plain: int
 ) -> tuple[Array, Array, Array]:
     """The weight as it is decayed, and the next moments."""
     a = dict(zip(RATES, rates(s), strict=True))
@@ -197,7 +197,7 @@ def moments(
     return w, m, v
 
 
-def denominator(v: Array, s: Settings | Made) -> Array:
+def denominator(v: Array, s: Settings | RateRow) -> Array:
     """Return Adam's denominator of second moments ``v``."""
     a = dict(zip(RATES, rates(s), strict=True))
     with np.errstate(all="ignore"):
@@ -205,14 +205,14 @@ def denominator(v: Array, s: Settings | Made) -> Array:
         return np.asarray(root / a["root"] + a["eps"])
 
 
-def proposed(w: Array, m: Array, v: Array, s: Settings | Made) -> Array:
+def proposed(w: Array, m: Array, v: Array, s: Settings | RateRow) -> Array:
     """z, from what :func:`moments` gave."""
     a = dict(zip(RATES, rates(s), strict=True))
     with np.errstate(all="ignore"):
         return np.asarray(w + a["step"] * m / denominator(v, s))
 
 
-def one_moment(w: Array, g: Array, m: Any, s: Settings | Made, plain: int) -> tuple[Array, Any]:
+def one_moment(w: Array, g: Array, m: Any, s: Settings | RateRow, plain: int) -> tuple[Array, Any]:
     """Return z and the next moment of a rule that has one or none."""
     a = dict(zip(RATES, rates(s), strict=True))
     with np.errstate(all="ignore"):
@@ -232,7 +232,7 @@ def one_moment(w: Array, g: Array, m: Any, s: Settings | Made, plain: int) -> tu
         return fma(fma(m, a["beta2"], g) if s.rule == NESTEROV else m, a["step"], w), m
 
 
-def proposal(w: Array, g: Array, m: Any, v: Any, s: Settings | Made, plain: int) -> tuple[Array, Any, Any]:
+def proposal(w: Array, g: Array, m: Any, v: Any, s: Settings | RateRow, plain: int) -> tuple[Array, Any, Any]:
     """Return z and the next moments, by any rule."""
     if s.rule in (ADAMW, ADAM):
         w, m, v = moments(w, g, m, v, s, plain)
@@ -281,7 +281,7 @@ def step(
     m: Any,
     v: Array | None,
     grid: Grid,
-    s: Settings | Made,
+    s: Settings | RateRow,
     policy: Policy,
     *,
     plain: int | None = None,

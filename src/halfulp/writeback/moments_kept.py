@@ -47,10 +47,10 @@ def tensors(
     """Return this rank's moments, or their codes and the scales of these."""
     rule = rule_of(wb.optimizer)
     assert rule is not None
-    kept = rule.kept(wb.param_groups[slot.place[0]])
+    keys = rule.kept(wb.param_groups[slot.place[0]])
     if dtype_of(wb, slot) != torch.int8:
-        return [local(state[key]) for key in kept], []
-    codes, scales = ([local(state[key + end]) for key in kept] for end in (CODES, SCALES))
+        return [local(state[key]) for key in keys], []
+    codes, scales = ([local(state[key + end]) for key in keys] for end in (CODES, SCALES))
     return codes, scales
 
 

@@ -143,10 +143,10 @@ class WriteBack(torch.optim.Optimizer):
         planned = self._chooser.plan(optimizer.param_groups)
         self._chooser.check(planned)
         self._groups: list[dict[str, Any]] | None = []
-        self._made = False
+        self._initialised = False
         defaults = getattr(optimizer, "defaults", {})  # some wrappers have none
         super().__init__([{**g, "params": list(g["params"])} for g in optimizer.param_groups], defaults)
-        self._groups, self._made = None, True
+        self._groups, self._initialised = None, True
         self._passed_on: list[dict[str, Any]] = []
         self._frozen: list[torch.nn.Parameter] = []
         self._types: dict[int, torch.dtype] = {}
@@ -286,7 +286,7 @@ class WriteBack(torch.optim.Optimizer):
         Raises:
             UsageError: If a parameter cannot be kept on its grid. The optimizer is unchanged.
         """
-        if not self._made:  # Optimizer.__init__ calls this, too
+        if not self._initialised:  # Optimizer.__init__ calls this, too
             super().add_param_group(param_group)
             return
         known = len(self.optimizer.param_groups)

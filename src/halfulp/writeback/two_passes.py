@@ -120,16 +120,16 @@ class TwoPasses:
 
     def _cut(self, active: list[Slot]) -> tuple[list[Alike], list[Slot]]:
         """Cut tensors into batches of one kind, and the rest; remembered while the same are active."""
-        known = self._cuts.get(active[0]) if active else None
-        if known is None or known[0] != active:
+        cached = self._cuts.get(active[0]) if active else None
+        if cached is None or cached[0] != active:
             kinds: dict[Any, list[Slot]] = {}
             for slot in active:
                 like = (slot.grid, slot.policy.kernel, slot.storage, slot.aside) if slot.batched else None
                 kinds.setdefault(like, []).append(slot)
             rest = kinds.pop(None, [])
-            known = active, [Alike(self.wb, slots) for slots in kinds.values()], rest
-            self._cuts.update(dict.fromkeys(active[:1], known))
-        return known[1:]
+            cached = active, [Alike(self.wb, slots) for slots in kinds.values()], rest
+            self._cuts.update(dict.fromkeys(active[:1], cached))
+        return cached[1:]
 
     def open(self, active: Sequence[Slot], stored: list[torch.Tensor]) -> None:
         """Set stored values aside in ``stored``, and prepare the parameters for the optimizer."""
@@ -254,7 +254,7 @@ class Alike:
         self.stored = params if self._native else self._scratch
         return True
 
-    def _ever(self) -> list[torch.Tensor]:
+    def _moved_bits(self) -> list[torch.Tensor]:
         """Return the bits of what ever moved, in the same list as long as they are the same."""
         now = [slot.moved for slot in self.slots]
         if not self._moved or not all(map(is_, self._moved, now)):
@@ -287,7 +287,7 @@ class Alike:
             keys = keys_of(wb.seed, self._names, wb.steps) if draws else np.zeros((len(slots), 2), np.uint32)
             self._counted = self._many.write_back(
                 self.stored, self._z, self._mode, keys,
-                moved=self._ever() if wb.telemetry else None,
+                moved=self._moved_bits() if wb.telemetry else None,
                 carry=self._kept() or None,
             )  # fmt: skip
         noted = StepEvents(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, TypeVar
@@ -169,14 +169,7 @@ def name_parameters(
     given: Named = {}
     for model in models:
         given = {**model_names(model), **given}
-    around: Named = {}
-    labels: dict[torch.Tensor, str] = {}
-    if search and any(p not in given for p in params):
-        candidates = [(label, model_names(m)) for label, m in modules_in_frames()]
-        candidates.sort(key=lambda c: (-sum(p in c[1] for p in params), len(c[1])))
-        for label, candidate in candidates:
-            labels = {**dict.fromkeys(candidate, label), **labels}
-            around = {**candidate, **around}
+    around, labels = _named_around(params) if search and any(p not in given for p in params) else ({}, {})
     named = {**around, **given}
     masters, stepped = [p for p in params if p not in named and _plain(p)], set(params)
     copies = held_copies(masters, {q: at for q, at in named.items() if q not in stepped}) if masters else {}
@@ -198,6 +191,20 @@ def name_parameters(
         used.add(name)
         namings[p] = replace(naming, name=name)
     return namings
+
+
+def _named_around(params: Sequence[torch.Tensor]) -> tuple[Named, dict[torch.Tensor, str]]:
+    """Return what models in the calling frames name, and the variables that hold these models.
+
+    A tensor goes by the model that has the most of the parameters, and of such models by the smallest.
+    """
+    named: Named = {}
+    labels: dict[torch.Tensor, str] = {}
+    models = [(label, model_names(m)) for label, m in modules_in_frames()]
+    for label, names in sorted(models, key=lambda m: (-sum(p in m[1] for p in params), len(m[1]))):
+        labels = {**dict.fromkeys(names, label), **labels}
+        named = {**names, **named}
+    return named, labels
 
 
 def given_names(

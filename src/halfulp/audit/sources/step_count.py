@@ -42,7 +42,7 @@ class StepCount:
         self._unknown = False
         if not unknown or not sink.skip_until:
             return
-        counted, uncounted = _made(self.optimizers or [optimizer])
+        counted, uncounted = _steps_made(self.optimizers or [optimizer])
         ahead = sink.loaded[AHEAD].tolist() if AHEAD in sink.loaded else [0]  # older traces do not say
         done = sink.step = max(0, counted + int(ahead[0])) if ahead else 0
         if rank():
@@ -72,7 +72,7 @@ class StepCount:
         if self._first is None:
             return
         loaded = self.sink.loaded
-        now = [self.sink.step - _made(self.optimizers or [self._first])[0]]
+        now = [self.sink.step - _steps_made(self.optimizers or [self._first])[0]]
         same = AHEAD not in loaded or loaded[AHEAD].tolist() == now
         loaded[AHEAD] = torch.tensor(now if same else [], dtype=torch.int64, device="cpu")
 
@@ -82,7 +82,7 @@ class StepCount:
         return {AHEAD: self.sink.loaded[AHEAD]} if AHEAD in self.sink.loaded else {}
 
 
-def _made(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[int, bool]:
+def _steps_made(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[int, bool]:
     """Return the most steps that any has made, if known, and True if one has a state that does not say."""
     counted: list[Any] = []
     for optimizer in optimizers:

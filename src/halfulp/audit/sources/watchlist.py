@@ -132,7 +132,7 @@ class Watchlist:
                 raise UsageError(
                     f"cannot resume the trace: {name!r} has shape {before['shape']} there, but {shape} here."
                 )
-            self.watched[p] = self._made(
+            self.watched[p] = self._watched(
                 naming[p], p, int(before["id"]) if name in known else next(following)
             )
         return [self.watched[p] for p in chosen]
@@ -215,7 +215,7 @@ class Watchlist:
             )
         self.grids = fit
 
-    def _made(self, naming: Naming, p: torch.Tensor, number: int) -> Watched:
+    def _watched(self, naming: Naming, p: torch.Tensor, number: int) -> Watched:
         name, rules = naming.name, self.measure.groups
         group = group_of(name, p, naming.module) if rules is None else rules(name, p)
         if not isinstance(group, str):

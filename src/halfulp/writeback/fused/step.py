@@ -87,7 +87,7 @@ class Plan:
         self._kinds = {g: self._kind(g) for g in dict.fromkeys(self._groups)}
         self._kernels = [_kernel(slot) for slot in slots]
         self._exact = [kernel.decay_exact for kernel in self._kernels]
-        self._states, self._new = _started(wb, rule, slots)
+        self._states, self._new = _begin_states(wb, rule, slots)
         self._keeping = [slot for slot in slots if slot.state]
         self._types = [grad.dtype for grad in self._gradients()]
         self.lasting = all(
@@ -97,7 +97,7 @@ class Plan:
         self._tensors = self._memory()
         self._at = self._addresses()
         self._chunked = [i for i, slot in enumerate(slots) if in_chunks(wb, slot)]
-        self._calls = self._made()
+        self._calls = self._build_calls()
 
     # ---- whether it holds -------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class Plan:
 
     # ---- moving -----------------------------------------------------------------------------------
 
-    def _made(self) -> list[Call]:
+    def _build_calls(self) -> list[Call]:
         """Build one call for all tensors that are stored and rounded alike."""
         partial = [slot for slot, how in zip(self.slots, self._kernels, strict=True) if how.partial]
         most = max((local(slot.p).numel() for slot in partial), default=0)
@@ -208,7 +208,7 @@ class Plan:
         """Make one step."""
         for slot in self._keeping:
             slot.resync()
-        settings = self._counted()
+        settings = self._count_step()
         for i in self._chunked:
             chunked.move(self.wb, self.rule, self.slots[i], self._states[i], step, first=settings[i][1] == 1)
             self.slots[i].note_written()
@@ -256,7 +256,7 @@ class Plan:
         for slot in call.slots if self._keeping else ():
             slot.note_written()
 
-    def _counted(self) -> list[tuple[int, int, bool]]:
+    def _count_step(self) -> list[tuple[int, int, bool]]:
         """Count this step in the optimizer's own state.
 
         Returns each tensor's group, which step of it this is, and whether its decay is exact.
@@ -277,7 +277,7 @@ class Plan:
         return list(zip(self._groups, steps, self._exact, strict=True))
 
 
-def _started(
+def _begin_states(
     wb: WriteBack, rule: OptimizerRule, slots: Sequence[Slot]
 ) -> tuple[list[dict[str, Any]], frozenset[int]]:
     """Return the optimizer's state of each parameter, as its first step would make it; and whose is new."""

@@ -181,7 +181,7 @@ class Policy:
         texts = []
         for name, allowed in self.options().items():
             value = getattr(self, name)
-            texts.append(f"{name}={next(text for text, known in allowed.items() if known == value)}")
+            texts.append(f"{name}={next(text for text, option in allowed.items() if option == value)}")
         return f"{self.name}({','.join(texts)})" if texts else self.name
 
     # ---- before a run ---------------------------------------------------------------------------

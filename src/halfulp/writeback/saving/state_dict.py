@@ -171,29 +171,29 @@ def load_state_dict(wb: WriteBack, saved: dict[str, Any]) -> None:
         state = {k: dict(entry) for k, entry in saved["state"].items() if k not in others}
         if not all(isinstance(k, int | str) for k in keys):
             raise TypeError("a parameter is a number or a name")
-        line = groups[0].pop(KEY, None)
+        text = groups[0].pop(KEY, None)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         raise CorruptionError(_no_state(saved)) from None
-    if line is None:
+    if text is None:
         _refuse_emptied(wb, state)
         _take_over(wb, saved, groups, {i: state.get(k, {}) for i, k in enumerate(keys)})
         return
-    theirs = _parsed(line)
-    unfrozen = _unfrozen(wb, theirs)
+    line = _parsed(text)
+    unfrozen = _unfrozen(wb, line)
     slots = [*wb.slots, *(slot for slot, _ in unfrozen)]
-    _check_identity(identity(wb, slots), theirs)
+    _check_identity(identity(wb, slots), line)
     kept = {
         k: {n.removeprefix(PREFIX): entry.pop(n) for n in list(entry) if str(n).startswith(PREFIX)}
         for k, entry in state.items()
     }
     by_number = {i: kept.get(k, {}) for i, k in enumerate(keys)}
     checked = [(slot, _local_tensors(slot, by_number.get(number(wb, slot), {}))) for slot in slots]
-    _check_digest(theirs, others | {i: saved["state"].get(k, {}) for i, k in enumerate(keys)})
+    _check_digest(line, others | {i: saved["state"].get(k, {}) for i, k in enumerate(keys)})
     for slot, values in checked:
         _check_values(slot, values)
     rest = {k: entry for k, entry in state.items() if entry}
     _load_inner(wb, {**saved, "state": rest | others, "param_groups": groups}, unfrozen)
-    wb.steps = theirs["step"]
+    wb.steps = line["step"]
     for slot, values in checked:
         _adopt(slot, values)
 

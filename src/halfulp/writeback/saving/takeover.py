@@ -53,14 +53,14 @@ def fitted(
     names = wb._chooser.names(wb.param_groups)
     for n, (group, p) in enumerate(places):
         _check_entry(wb, names[p], p, by_number.get(n, {}), group)
-    return [_as_made(g, own) for g, own in zip(groups, wb.param_groups, strict=True)]
+    return [_with_own_options(g, own) for g, own in zip(groups, wb.param_groups, strict=True)]
 
 
 def _counted(sizes: Sequence[int]) -> str:
     return " and ".join(map(str, sizes))
 
 
-def _as_made(group: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def _with_own_options(group: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """Return a saved group with this optimizer's way to compute, and its names, which streams go by."""
     kept = (*HOW, "param_names")
     return {k: v for k, v in group.items() if k not in kept} | {k: own[k] for k in kept if k in own}
@@ -96,9 +96,9 @@ def _check_entry(
         )
     for key, value in ((k, v) for k, v in entry.items() if k != "step" and v is not None):
         if not isinstance(value, torch.Tensor) or value.shape != p.shape:
-            given = tuple(value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+            saved = tuple(value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
             raise UsageError(
-                f"this optimizer state has {key} of parameter {name!r} as {given}, expected "
+                f"this optimizer state has {key} of parameter {name!r} as {saved}, expected "
                 f"{tuple(p.shape)}: it is of another model, or of another order of its parameters."
             )
         if is_sharded(value) != is_sharded(p) or local(value).shape != local(p).shape:
