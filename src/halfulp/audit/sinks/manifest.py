@@ -15,6 +15,7 @@ from halfulp.numbers.grids import Grid
 from halfulp.numbers.grids import grid as named
 from halfulp.trace import FORMAT
 from halfulp.version import __version__
+from halfulp.writeback.choosing import oddity
 from halfulp.writeback.optimizer import WriteBack
 from halfulp.writeback.policies import POLICIES
 from halfulp.writeback.rules import rule_of
@@ -93,7 +94,7 @@ def one_pass(optimizer: torch.optim.Optimizer) -> bool:
     return rule is not None and all(
         rule.why_not_fused({**group, **free}, optimizer.defaults) is None
         and bool(group.get("decoupled_weight_decay", rule.decoupled)) is rule.decoupled
-        and all(p.is_contiguous() for p in group["params"])
+        and all(p.is_contiguous() for p in group["params"] if oddity(p) is None)
         for group in optimizer.param_groups
     )
 
