@@ -76,12 +76,20 @@ def _named(operation: str, path: Path) -> Iterator[None]:
             errno.ENOSPC: "the disk is full; free some space",
             errno.EDQUOT: "the disk quota is used up; free some space",
             errno.EROFS: "the folder is read-only; choose another with --out or make it writable",
+            errno.EEXIST: "it exists and is no folder; choose another with --out or move it away",
             errno.EACCES: "no permission to write; choose another folder with --out or permit it",
         }.get(error.errno or 0, error.strerror or str(error))
         raise DiskError(
             f"Cannot {_SAID.get(operation, operation)} {path}: {reason}. "
             "Existing files are unchanged. Fix this, then run the command again to continue."
         ) from error
+
+
+def path_of(given: object, what: str) -> Path:
+    """Return the path that a caller gave for something; refuse anything that is not one."""
+    if not isinstance(given, str | Path) or "\0" in str(given) or not str(given):
+        raise UsageError(f"{what} is named by its path, and {given!r:.60} is not one.")
+    return Path(given)
 
 
 def make_folder(path: Path) -> None:
@@ -91,8 +99,12 @@ def make_folder(path: Path) -> None:
     if there:
         return
     make_folder(path.parent)
-    with _hooked("mkdir", path), contextlib.suppress(FileExistsError):
-        os.mkdir(path)
+    with _hooked("mkdir", path):
+        try:
+            os.mkdir(path)
+        except FileExistsError:
+            if not path.is_dir():
+                raise
 
 
 Content = bytes | Iterable[bytes | memoryview]

@@ -25,9 +25,18 @@ STUDY = ("protocol.json", "seal.json")
 """Files of every study; only sealed or recorded files may lie beside them."""
 
 
-def check_output(path: Path) -> None:
-    """Refuse to overwrite files of a trace, or to write into a trace or the folder of a study."""
+def check_output(path: Path, *kinds: str) -> None:
+    """Refuse to overwrite files of a trace, or to write into a trace or the folder of a study.
+
+    With `kinds` (suffixes), refuse to overwrite a file of any other kind: a slip of the keyboard, such as a
+    page written over a checkpoint, must not cost anybody a file.
+    """
     place = Path(os.path.realpath(path))
+    if kinds and place.is_file() and place.suffix.lower() not in kinds:
+        raise UsageError(
+            f"{path} exists, and is no {kinds[0]} file that could be replaced: choose another name for the "
+            "output, or move the file away."
+        )
     for folder in place.parents:
         if all(os.path.lexists(folder / name) for name in STUDY):
             raise UsageError(

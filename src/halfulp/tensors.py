@@ -226,8 +226,13 @@ def _places(header: Mapping[str, Any], size: int, path: Path) -> list[Place]:
         shape = tuple(fields.wholes("shape", MOST_DIMENSIONS))
         begin, end = fields.take(
             "data_offsets", "two places in the file",
-            lambda v: isinstance(v, list) and len(v) == 2 and all(whole(x, 0, size) for x in v),
+            lambda v: isinstance(v, list) and len(v) == 2 and all(whole(x, 0, canonical.LARGEST) for x in v),
         )  # fmt: skip
+        if end > size:
+            raise CorruptionError(
+                f"{path} is cut short: tensor {name!r} ends at byte {end:,} of the data, and the file "
+                f"has {size:,} of them."
+            )
         if end < begin or (dtype is not None and end - begin != math.prod(shape) * dtype.itemsize):
             raise CorruptionError(
                 f"{path}: tensor {name!r} of shape {list(shape)} does not have {end - begin:,} bytes."

@@ -56,6 +56,8 @@ def test_the_worked_example(
     )
     assert invoke(capsys, "study", "report", str(out), "-o", "page.html")[0] == 0
     assert "in coin-33" in Path("page.html").read_text()
+    code, text, _ = invoke(capsys, "study", "report", str(out), "-o", "page.html")  # again, and it says so
+    assert (code, text.startswith("The page is page.html (")) == (0, True)
     code, _, error = invoke(capsys, "study", "report", str(out), "-o", "page.md")
     assert (code, "is HTML: write it to page.html" in error) == (2, True)
     assert invoke(capsys, "study", "export", "study_coin.py", "coin.zip")[0] == 0
@@ -77,7 +79,8 @@ def test_usage_errors_exit_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[
     for arguments in (
         ("show", "nothing"), ("run", str(path), "--scale", "huge"), ("validate", str(tmp_path / "nowhere")),
         ("validate", "nothing"), ("run", str(path), "--out", str(tmp_path / "o"), "--executor", "slurm"),
-        ("status", str(tmp_path / "nowhere.py")), ("report", "nothing"),
+        ("status", str(tmp_path / "nowhere.py")), ("report", "nothing"), ("status", str(tmp_path)),
+        ("status", str(path)), ("validate", str(tmp_path)), ("export", str(path), "coin.zip"),
     ):  # fmt: skip
         code, _, error = invoke(capsys, "study", *arguments)
         assert code == 2, arguments
@@ -214,6 +217,7 @@ def test_an_empty_digest_is_refused_before_any_code_runs(
         ("validate", ("--of", "x"), "leave out --of"),
         ("validate", ("--scale", "paper"), "--scale says which run"),
         ("status", ("--scale", "paper"), "--scale says which run"),
+        ("status", ("--out", "elsewhere"), "--out names the run of a study by name or file"),
         ("run", ("--executor", "slurm"), "There is no executor 'slurm'"),
         ("run", ("--deviation", "because"), "nothing is left that could deviate"),
     ],
@@ -226,6 +230,27 @@ def test_options_that_would_do_nothing_are_refused(
     target = (str(path), "--out", str(out)) if command == "run" else (str(out),)
     code, _, error = invoke(capsys, "study", command, *target, *options)
     assert (code, said in error) == (2, True), error
+
+
+@pytest.mark.parametrize("command", ["status", "validate", "report"])
+def test_a_scale_beside_a_folder_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    path, out = study_file(tmp_path), tmp_path / "out"
+    run(path, out)
+    code, _, error = invoke(capsys, "study", command, str(path), "--out", str(out), "--scale", "paper")
+    assert (code, f"{out} is one run: leave it out" in error) == (2, True), error
+    assert invoke(capsys, "study", command, str(path), "--out", str(out))[0] == 0
+
+
+def test_an_archive_has_a_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    run(study_file(tmp_path), out)
+    assert invoke(capsys, "study", "export", str(out), str(tmp_path / "a.zip"))[0] == 0
+    assert (
+        invoke(capsys, "study", "status", str(tmp_path / "a.zip"))[1]
+        == invoke(capsys, "study", "status", str(out))[1]
+    )
 
 
 # ---- text that bites ----

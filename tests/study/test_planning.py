@@ -113,3 +113,12 @@ def test_a_run_of_days_begins_only_when_told(
     assert code == 2
     assert "--yes runs it all the same" in said
     assert not (tmp_path / "o").exists()
+
+
+def test_a_device_is_answered_where_cells_say_nothing_of_their_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A study of one's own: its hours elsewhere are not known, and its one cell has no steps."""
+    path = str(study_file(tmp_path))
+    _, text, _ = invoke(capsys, "study", "plan", path, "--device", "h100", "--steps", "0")
+    assert "h100: not known" in text

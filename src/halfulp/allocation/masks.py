@@ -100,8 +100,8 @@ def allocate(
 
 def _sums(trace: Trace, score: str) -> dict[str, Array]:
     """Return what a trace has summed for a score; say so if it is of a part of the window only."""
-    kind, _, spec = score.partition(":")
-    if score not in (*SCORES, RANDOM) and kind != REHEARSED:
+    kind, _, spec = str(score).partition(":")
+    if kind != REHEARSED and (spec or kind not in (*SCORES, RANDOM)):
         known = ", ".join((*SCORES, REHEARSED, RANDOM))
         raise UsageError(f"unknown score {score!r}: expected one of {known}.")
     if trace.manifest["options"]["sample"]:

@@ -157,7 +157,7 @@ def reach(
         if not (is_number(bound) and bound > 0):
             raise UsageError(f"a bound is a positive number, not {bound!r}.")
         times, words = float(bound), f"a step of at most {float(bound):g} times lr = {lr:g}"
-    elif bound not in ("step", "worst"):
+    elif not isinstance(bound, str) or bound not in ("step", "worst"):
         raise UsageError(f"bound is step, worst or a number, not {bound!r}.")
     elif kind == "lion":
         times, words = 1.0, f"any {optimizer} step: lr = {lr:g}, exactly"

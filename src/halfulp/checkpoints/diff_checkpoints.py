@@ -186,7 +186,8 @@ def _row(t: Difference) -> dict[str, Any]:
 
 def _words(t: Difference) -> str:
     """Describe the counts in words."""
-    return f"{t.share:.2%} unchanged; {_rest(t)}"
+    rest = _rest(t)
+    return f"{t.share:.2%} unchanged{' ' if rest.startswith('[') else '; '}{rest}"
 
 
 def _rest(t: Difference) -> str:

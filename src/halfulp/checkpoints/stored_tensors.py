@@ -209,7 +209,8 @@ def shards(path: Path) -> dict[Path, set[str] | None]:
         raise files.refused_reading(path, error) from error
     if not there:
         raise UsageError(
-            f"no checkpoint at {path}: give a folder, or a .safetensors, .bin, .pt or .gguf file."
+            f"no checkpoint at {path}: give a folder, or a .safetensors, .bin, .pt or .gguf file, of this "
+            "machine. (A model of a hub is downloaded first, as by `hf download NAME --local-dir FOLDER`.)"
         )
     return _of_index(path) if path.suffix == ".json" else {path: None}
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from halfulp.cli.option_groups import JSON, option
-from halfulp.errors import UsageError
+from halfulp.errors import HalfulpError, UsageError
 from halfulp.outputs import check_output, envelope
 from halfulp.text import plain, shown
 
@@ -38,7 +38,12 @@ def allocate(
     from halfulp.allocation import masks
     from halfulp.report import recoveries
 
-    check_output(output)
+    check_output(output, ".safetensors")
+    if output.is_file():
+        try:
+            masks.Mask.load(output)
+        except HalfulpError as error:
+            raise UsageError(f"{error} It is not replaced: choose another --output.") from None
     kept = None if keep is None else masks.Mask.load(keep)
     mask = masks.allocate(trace, _budget(budget), score, seed=seed, keep=kept)
     mask = mask if shuffle is None else mask.shuffled(shuffle)

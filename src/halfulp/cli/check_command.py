@@ -37,7 +37,9 @@ class StepOptions:
             "that Adam makes of any gradients; or a number, times lr."
         ),
     ] = "step"
-    betas: Annotated[str, option("Adam's, from which its worst case follows.", panel=STEP)] = "0.9,0.999"
+    betas: Annotated[
+        str | None, option("Adam's, from which its worst case follows; default 0.9,0.999.", panel=STEP)
+    ] = None
     rare: Annotated[
         str | None,
         option(
@@ -61,7 +63,9 @@ class StepOptions:
 
         kinds: dict[str, Literal["step", "worst"]] = {"step": "step", "worst": "worst"}
         far = kinds[self.bound] if self.bound in kinds else _number(self.bound, "--bound")
-        pair = [_number(b, "--betas") for b in self.betas.split(",")]
+        if self.betas is not None and not (self.optimizer.lower() in ("adam", "adamw") and far in kinds):
+            raise UsageError("--betas are for Adam's own bounds, of adam or adamw: leave them out.")
+        pair = [_number(b, "--betas") for b in (self.betas or "0.9,0.999").split(",")]
         if len(pair) != 2:
             raise UsageError(f"--betas takes two numbers, such as 0.9,0.999, not {self.betas!r}.")
         options: dict[str, Any] = {

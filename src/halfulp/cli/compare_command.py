@@ -20,7 +20,7 @@ def compare(
         str,
         option("all, all-2d, core, a group, or a tensor's name; default: what is stored on the grid."),
     ] = "",
-    warmup: Annotated[int, option("Steps left out at the start.")] = 0,
+    warmup: Annotated[int, option("Steps left out at the start.", min=0)] = 0,
     as_json: JSON = False,
 ) -> None:
     """Compare forecasts with an outcome: the projection's, and that of the rehearsal of this run."""

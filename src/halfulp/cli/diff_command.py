@@ -26,7 +26,7 @@ def diff(
 
     _ = fail.most  # refused before anything is read
     if page is not None:
-        check_output(page)
+        check_output(page, ".html", ".htm")
     result = diff(base, trained)
     if page is not None:
         files.put(page, result.page().encode())

@@ -45,7 +45,7 @@ def _table() -> Table:
             str(g.bits),
             str(g.mantissa),
             "-" if g.emin is None or g.integer else f"{g.smallest_normal:.3g}",
-            "-" if g.largest is None else f"{g.largest:.4g}",
+            "-" if g.largest is None else f"{g.largest:g}" if g.largest < 1e5 else f"{g.largest:.3g}",
             f"{g.bytes_per_weight:g}",
             "fixed" if g.scaling is None else f"{g.scaling.rule} / {g.scaling.size or g.scaling.per}",
         )

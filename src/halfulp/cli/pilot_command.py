@@ -51,8 +51,14 @@ def pilot(
             raise UsageError(f"--{name} is missing: see halfulp pilot --help.")
     folder = out or Path("runs") / f"pilot-{program.stem}"
     check_output(folder)
+    try:
+        smaller = shlex.split(small)
+    except ValueError as error:
+        raise UsageError(
+            f"--small takes arguments as in a shell, such as '--batch_size 1', not {small!r}: {error}."
+        ) from None
     pilots = ScriptPilot(
-        script=program.script, module=program.module, arguments=list(context.args), small=shlex.split(small),
+        script=program.script, module=program.module, arguments=list(context.args), small=smaller,
         formats=listed(formats), evaluate=evaluate, budget=share(budget, "--budget", most=10), out=folder,
         seed=seed, aside=as_json,
     )  # fmt: skip

@@ -15,6 +15,8 @@ from halfulp.errors import UsageError
 from halfulp.outputs import check_output
 from halfulp.text import plain, tell
 
+PAGES = (".html", ".htm")
+
 
 def report(
     paths: Annotated[list[Path], typer.Argument(help="Folders of traces or studies.")],
@@ -36,14 +38,17 @@ def report(
     from halfulp.report.tensors_csv import tensors_csv
     from halfulp.trace import Trace
 
-    for place in filter(None, (out, csv)):
-        check_output(place)
+    for place, kinds in ((out, PAGES), (csv, (".csv",))):
+        if place is not None:
+            check_output(place, *kinds)
+    if csv is not None and all(map(is_study, paths)):
+        raise UsageError("--csv writes the tensors of traces, and only studies were given: leave it out.")
     for path in paths if code else ():
         say_code(path, "without --code none of it is run")
     if calibration is not None:
         tell(f"halfulp: --calibration is not used. {CALIBRATION}")
     where = write(page(paths, code=code), out or default_page(paths[0]))
-    typer.echo(f"The page is {plain(str(where))} ({where.stat().st_size / 1e6:.1f} MB).")
+    _say_page(where)
     if csv is not None:
         runs = open_traces([Trace.open(p) for p in paths if not is_study(p)])
         typer.echo(f"The table is {plain(str(write(tensors_csv(runs), csv)))}.")
@@ -67,16 +72,20 @@ def study_report(
     from halfulp.study.evidence import open_closed
 
     if output is not None:
-        check_output(output)
+        check_output(output, *PAGES)
         if output.suffix == ".md":
             raise UsageError(f"The page of a study is HTML: write it to {output.with_suffix('.html')}.")
     with place.opened(code=output is not None and not no_code) as folder:
         if output is not None:
-            write(page([folder], code=not no_code), output)
+            _say_page(write(page([folder], code=not no_code), output))
             return
         closed = open_closed(folder)
         for line in in_short(closed.result or {}, closed.digest):
             typer.echo(line)
+
+
+def _say_page(where: Path) -> None:
+    typer.echo(f"The page is {plain(str(where))} ({where.stat().st_size / 1e6:.1f} MB).")
 
 
 def default_page(path: Path) -> Path:

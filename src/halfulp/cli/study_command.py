@@ -124,7 +124,8 @@ def run(
 @command
 def status(place: StudyPlace, as_json: JSON = False) -> None:
     """Show how far a study is."""
-    progress = Status.of(Store(place.folder()))
+    with place.opened(code=False) as folder:
+        progress = Status.of(Store(folder))
     if as_json:
         typer.echo(envelope("study status", asdict(progress)))
         return
@@ -207,7 +208,7 @@ def export(
     expect: EXPECT = None,
 ) -> None:
     """Write one archive that others can validate without this machine; the study is validated first."""
-    check_output(target)
+    check_output(target, ".zip")
     validation.check_expected(expect)
     with place.opened(code=expect is None, instead="--expect vouches for it first") as folder:
         report = validation.validate(folder, expect=expect)

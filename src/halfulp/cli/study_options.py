@@ -5,6 +5,7 @@ A folder, or an archive, may carry the study's own code: whoever opens one says 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ from typing import Annotated
 
 import typer
 
+from halfulp import outputs
 from halfulp.cli.option_groups import option
 from halfulp.errors import UsageError
-from halfulp.study import loading, publish
+from halfulp.study import evidence, loading, publish
 from halfulp.study import validate as validation
 from halfulp.text import plain
 
@@ -30,6 +32,8 @@ EVIDENCE = Annotated[
     list[str] | None,
     option("The closed study that a study declares as evidence; once for each.", metavar="NAME=FOLDER"),
 ]
+HELD = ("ledger.jsonl", *outputs.STUDY, evidence.DECLARATION)
+"""Files of which the folder of a run holds one, whatever happened to it."""
 VALIDATION = "What else is checked"
 """The panel of options that ``validate --help`` leaves to ``--help-all``."""
 
@@ -72,41 +76,41 @@ class StudyPlace:
     scale: SCALE = ""
     out: OUT = None
 
-    def folder(self) -> Path:
-        """Return the folder that a folder, name or file stands for."""
-        if self.out is not None:
-            return self.out
-        if Path(self.study).is_dir():
-            self._refuse_scale()
-            return Path(self.study)
-        if self.study not in loading.REGISTRY and not self.study.partition(":")[0].endswith(".py"):
-            raise UsageError(f"{self.study[:200]!a} is neither a study's folder nor a study.")
-        return Declared(self.study, self.scale).folder(None)[2]
-
     @contextmanager
     def opened(self, *, code: bool, instead: str = "--no-code runs none of it") -> Iterator[Path]:
-        """Open the folder, or the content of an archive for as long as it is needed.
+        """Open the folder of a run, or of an archive's content for as long as it is needed.
 
         Args:
             code: True if a file that the folder carries is going to be run, which is said.
             instead: How to do without that.
         """
+        named = self.study in loading.REGISTRY or self.study.partition(":")[0].endswith(".py")
+        named = named and not Path(self.study).is_dir()
+        if self.scale and (self.out is not None or not named):
+            raise UsageError(
+                f"--scale says which run of a study by name or file; {self.out or self.study} is one run: "
+                "leave it out."
+            )
+        if self.out is not None and not named:
+            raise UsageError(
+                f"--out names the run of a study by name or file, which {self.study[:200]!a} is not."
+            )
         with ExitStack() as stack:
-            if self.out is None and Path(self.study).suffix == ".zip":
-                self._refuse_scale()
+            if not named and Path(self.study).suffix == ".zip":
                 folder = stack.enter_context(publish.unpacked(Path(self.study)))
+            elif named:
+                folder = self.out or Declared(self.study, self.scale).folder(None)[2]
             else:
-                folder = self.folder()
+                folder = Path(self.study)
+            if not any(os.path.lexists(folder / name) for name in HELD):
+                raise UsageError(
+                    f"There is no run of a study at {plain(str(folder))}. Expected its folder, such as "
+                    "runs/NAME-SCALE, an archive (.zip), or a study by name or file that was run: "
+                    "`halfulp study run` makes a run."
+                )
             if code:
                 say_code(folder, instead)
             yield folder
-
-    def _refuse_scale(self) -> None:
-        """Refuse a scale beside a folder or an archive, which holds a run of one scale."""
-        if self.scale:
-            raise UsageError(
-                f"--scale says which run of a study by name or file; {self.study} is one run: leave it out."
-            )
 
 
 @dataclass(frozen=True)

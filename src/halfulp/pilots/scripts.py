@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from halfulp import files
 from halfulp.audit.rehearsal.specs import Rehearse
 from halfulp.audit.script.own_evaluation import OwnEvaluation
 from halfulp.errors import HalfulpError, UsageError
@@ -241,7 +242,7 @@ class ScriptPilot:
     def _run(self, name: str, seconds: float | None, steps: int) -> dict[str, Any]:
         safe = hashlib.sha256(name.encode()).hexdigest()[:8]
         result, log = self.out / f"{safe}.json", self.out / f"{name.split(' ')[0]}-{safe}.log"
-        self.out.mkdir(parents=True, exist_ok=True)
+        files.make_folder(self.out)
         reference = name == "reference"
         job = {
             "script": None if self.script is None else str(self.script), "module": self.module,

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-from halfulp import canonical, plugins
-from halfulp.errors import UsageError
+from halfulp import canonical, documents, files, plugins
+from halfulp.errors import CorruptionError, UsageError
 from halfulp.study.declaration import read_known
 from halfulp.study.protocol import Json, Study
 
@@ -79,9 +79,9 @@ def load(reference: str) -> Source:
             f"There is no study {reference[:120]!a}; known: {known}; or give a file.py of your own."
         )
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"The study file {path} cannot be read: {error.strerror}.") from None
+        content = files.read(path, documents.MOST_BYTES, follow=True)
+    except CorruptionError as error:
+        raise UsageError(f"The study file cannot be read: {error}") from None
     return _from_file(content, path.name, attribute, path.resolve().parent)
 
 

@@ -148,16 +148,17 @@ def in_words(source: loading.Source, scale: str, plans: list[StagePlan], device:
         yield f"  {plan.stage.name}: {count(len(plan.stage.cells), 'cell')}{updates}{how}"
         if plan.measured is not None:
             m = plan.measured
-            yield (
-                f"    measured: {m.first:.3g} s to the first of {m.steps:,.0f} steps, {m.step:.3g} s a step, "
-                f"{m.memory / 1e9:.2g} GB of memory"
-            )
+            steps = f"{m.first:.3g} s to the first of {m.steps:,.0f} steps, {m.step:.3g} s a step"
+            took = steps if m.steps > 1 else f"{m.first:.3g} s for a cell, which reports no steps"
+            yield f"    measured: {took}, {m.memory / 1e9:.2g} GB of memory"
     workers = (gpu_count() if protocol.on_gpu else 0) or default_workers(protocol.threads)
     if any(plan.measured for plan in plans):
         alone = f"here: {_span(hours * 3600)} one cell after the other"
         yield f"{alone}; {count(workers, 'worker')} share the machine"
     operations = sum(plan.operations for plan in plans)
-    if operations and device:
+    if device and not operations:
+        yield f"{device}: not known, because these cells do not say how much they compute"
+    elif device:
         rate, where = known[device]
         yield f"{device}: {_span(operations / rate)} ({operations:.2g} operations at {rate:.2g} a second)"
         yield f"  where the number comes from: {where}"

@@ -92,7 +92,9 @@ def check_statement(folder: Path, public_key: Path | None) -> str:
     store = Store(folder)
     present = store.present()
     if STATEMENT not in present:
-        raise CorruptionError(f"{folder / STATEMENT} is missing.")
+        raise CorruptionError(
+            f"{folder / STATEMENT} is missing: only an archive of `halfulp study export` has a statement."
+        )
     most = dict.fromkeys(EXPORTED, MOST_BYTES)  # the others were held against what names them
     members = {name: files.read(folder / name, most.get(name)) for name in sorted(present)}
     stated = canonical.loads(members[STATEMENT], folder / STATEMENT)

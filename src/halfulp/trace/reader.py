@@ -123,7 +123,7 @@ class Trace(Recorded):
             TamperingError: If a file is not what was written, or does not belong there.
             VersionError: If it was written by a newer halfulp.
         """
-        path = Path(path)
+        path = files.path_of(path, "a trace")
         file = path / "manifest.json"
         try:
             there = path.is_dir() and (file.is_symlink() or file.exists())

@@ -114,7 +114,7 @@ class Mask:
         Raises:
             UsageError: If the mask is inconsistent.
         """
-        files.put(Path(path), self.to_bytes())
+        files.put(files.path_of(path, "a mask"), self.to_bytes())
 
     def to_bytes(self) -> bytes:
         """Return the content of the file that :meth:`save` writes."""
@@ -142,7 +142,7 @@ class Mask:
             TamperingError: If its content does not match its digest, or the digest was removed or added.
             VersionError: If its format is unknown to this version.
         """
-        return cls._read(*tensors.read(Path(path), follow=True), path)
+        return cls._read(*tensors.read(files.path_of(path, "a mask"), follow=True), path)
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str) -> Mask:

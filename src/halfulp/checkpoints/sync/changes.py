@@ -166,7 +166,7 @@ class Change:
         Args:
             path: The file to write.
         """
-        files.put(_path(path), self._content())
+        files.put(files.path_of(path, "a change"), self._content())
 
     def to_bytes(self) -> bytes:
         """Return the content of the file that :meth:`save` writes, to send it."""
@@ -208,7 +208,7 @@ class Change:
             CorruptionError: If the file is not a change, or is damaged.
             TamperingError: If its content does not match its digest.
         """
-        return cls._read(*tensors.read(_path(path), follow=True), str(path))
+        return cls._read(*tensors.read(files.path_of(path, "a change"), follow=True), str(path))
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str = "these bytes") -> Change:
@@ -268,12 +268,6 @@ class Change:
         if verify:
             receiving.check_result(self, parts, there)
         receiving.write(parts, there)
-
-
-def _path(given: Any) -> Path:
-    if not isinstance(given, str | Path) or "\0" in str(given) or not str(given):
-        raise UsageError(f"a change is saved in a file, and {shown(repr(given))} is not the path of one.")
-    return Path(given)
 
 
 def _read_parts(document: Fields, arrays: Mapping[str, torch.Tensor], where: str) -> dict[str, Part]:
