@@ -88,7 +88,7 @@ def _named(operation: str, path: Path) -> Iterator[None]:
 def path_of(given: object, what: str) -> Path:
     """Return the path that a caller gave for something; refuse anything that is not one."""
     if not isinstance(given, str | Path) or "\0" in str(given) or not str(given):
-        raise UsageError(f"{what} is named by its path, and {given!r:.60} is not one.")
+        raise UsageError(f"{given!r:.60} is not the path of {what}.")
     return Path(given)
 
 

@@ -335,9 +335,9 @@ def test_other_types_are_refused(tmp_path: Path) -> None:
     with pytest.raises(hu.UsageError, match="changes of all ranks, not NoneType"):
         join([None])  # type: ignore[list-item]
     for wrong in (None, "a\0b", ""):
-        with pytest.raises(hu.UsageError, match="not the path of one"):
+        with pytest.raises(hu.UsageError, match="not the path of a change"):
             Change.load(wrong)
-        with pytest.raises(hu.UsageError, match="not the path of one"):
+        with pytest.raises(hu.UsageError, match="not the path of a change"):
             hu.Sync(zeros()).full().save(wrong)
 
 

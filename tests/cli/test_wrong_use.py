@@ -128,5 +128,5 @@ def test_a_difference_of_nothing_reads_well(here: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize("given", [None, 5, b"run", [], "", "a\0b"])
 def test_what_is_no_path_is_refused(given: Any) -> None:
     for opens in (hu.Trace.open, hu.Mask.load, partial(hu.allocate, budget=0.1)):
-        with pytest.raises(UsageError, match="is named by its path"):
+        with pytest.raises(UsageError, match="is not the path of a"):
             opens(given)
