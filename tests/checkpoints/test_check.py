@@ -416,7 +416,7 @@ def test_bad_checkpoints_are_refused(folder: Path, tmp_path: Path) -> None:
             hu.check(index, 1e-6)
     cut = folder / "model-1.safetensors"
     cut.write_bytes(cut.read_bytes()[:-1])
-    with pytest.raises(hu.CorruptionError, match="is cut short: tensor .norm. ends at byte"):
+    with pytest.raises(hu.CorruptionError, match=r"is cut short: tensor .norm. ends"):
         hu.check(cut, 1e-6)
 
 
