@@ -77,8 +77,8 @@ def test_nothing_is_said_of_an_optimizer_that_nobody_knows() -> None:
 @pytest.mark.parametrize(
     ("gain", "said"),
     [
-        (0.35, "35% of a step arrived: after the fix, what moved at 1e-4 moves as at 3.5e-5 to 7.3e-5"),
-        (0.6, "60% of a step arrived: after the fix, what moved at 1e-4 moves as at 6e-5 to 1e-4"),
+        (0.35, "only 35% of a step arrived: after the fix, a rate of 3.5e-5 to 7.3e-5 moves the weights"),
+        (0.6, "only 60% of a step arrived: after the fix, a rate of 6e-5 to 1e-4 moves the weights"),
         (0.1, None),
         (0.95, None),
         (float("nan"), None),
@@ -92,7 +92,8 @@ def test_a_rate_is_named_where_the_study_reaches(gain: Any, said: str | None) ->
     memory.trace.manifest["run"]["gain"] = gain
     answer = hu.verdict(memory.trace)
     assert re.match("This run LOST ", answer.headline)
-    assert answer.section("Rate") == (() if said is None else (f"{said}: lower the rate, or expect more.",))
+    rest = "as far as 1e-4 did. If the fixed run is unstable, lower the rate to that."
+    assert answer.section("Rate") == (() if said is None else (f"{said} {rest}",))
 
 
 def test_float32_moments_beside_bfloat16_weights_stay() -> None:

@@ -81,7 +81,7 @@ class Audited:
         return self.counts[:, :, 0].sum(dim=0, dtype=torch.float64) / max(self.numel, 1)
 
     def gain(self) -> torch.Tensor:
-        """Return the share of the proposals that each grid writes: <written, proposed> / |proposed|**2."""
+        """Return the share of proposals that each grid writes: ``<written, proposed> / |proposed|**2``."""
         return self.arrived[:, :, 0].sum(dim=0) / self.sums[:, 1].sum()
 
 

@@ -142,8 +142,8 @@ def _gates(view: StudyView) -> Html | None:
                 passed_mark(bool(gate["passed"])),
                 number(beside(gate["value"], gate["threshold"])),
                 tag("td", f"{gate['comparison']} {canonical.number(gate['threshold'])}", class_="onset"),
-                [prose(what.get(gate["estimand"], gate["estimand"])), ", ", at],
-                prose(why.get(base, "")),
+                tag("td", prose(what.get(gate["estimand"], gate["estimand"])), ", ", at, class_="words"),
+                tag("td", prose(why.get(base, "")), class_="words"),
             ]
         )
     head = ["gate", "", numeric("value"), "asked", "of what", "why this threshold"]

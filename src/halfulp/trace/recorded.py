@@ -331,7 +331,7 @@ class Recorded(ABC):
         return np.asarray(np.sqrt(total["proposal_sq"] / np.maximum(total["weight_sq"], 1e-300)))
 
     def gain(self, grid: str, scope: Scope | None = None) -> Array:
-        """Return the share of the update that arrives, <u, d> / |d|**2, by step; NaN if nothing was proposed.
+        """Return the share of the update that arrives, ``<u, d> / |d|**2``, by step; NaN without a proposal.
 
         d is the change that the optimizer made, and u the part of it that remains on the grid. Only tensors
         whose proposals are known count (:meth:`tells_zero`): if weights are stored on a coarse grid and only
@@ -349,7 +349,7 @@ class Recorded(ABC):
             return np.where(written * proposed > 0, dot / np.sqrt(written * proposed), np.nan)
 
     def _arrived(self, grid: str, scope: Scope | None) -> tuple[Array, Array, Array]:
-        """Return <u, d>, |u|**2 and |d|**2 by step, summed in tensor order so that threads do not matter."""
+        """Return ``<u, d>``, |u|**2 and |d|**2 by step, summed in tensor order whatever the threads."""
         ids = sorted(set(self._scope(grid, scope)) & set(self.tells_zero()))
         proposed_sq = self.scan("tensors", "proposal_sq")["proposal_sq"]
         rows = Columns({**dict(self._on(grid, *ARRIVED)), "proposal_sq": proposed_sq})

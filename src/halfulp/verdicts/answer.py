@@ -422,6 +422,7 @@ def _where(trace: Recorded, first: Finding) -> tuple[str, ...]:
     said = []
     for group, tensors in rows.items():
         kind = " and ".join(core) if group == "core" else KINDS.get(group, shown(group, 20))
+        kind = f"other {kind}" if group == "other" and len(rows) > 1 else kind
         said.append(f"{kind} {percent(average(trace.frozen(first.grid, tensors)))}")
     return (f"{', '.join([*said, *_flat(trace, first, flat, shares)])}.",) if there else ()
 
@@ -468,8 +469,8 @@ def _rate(trace: Recorded) -> tuple[str, ...]:
         return ()
     low, high = (number(float(f"{rate * x:.2g}")) for x in (gain, min(1.0, MASTERS * gain)))
     return (
-        f"{percent(gain)} of a step arrived: after the fix, what moved at {number(rate)} moves as at {low} "
-        f"to {high}: lower the rate, or expect more.",
+        f"only {percent(gain)} of a step arrived: after the fix, a rate of {low} to {high} moves the weights "
+        f"as far as {number(rate)} did. If the fixed run is unstable, lower the rate to that.",
     )
 
 

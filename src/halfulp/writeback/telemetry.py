@@ -51,7 +51,7 @@ class EventRow:
 
     @property
     def gain(self) -> float | None:
-        """The written share of the proposal, <written, proposed> / |proposed|**2; None without a proposal."""
+        """The written share of the proposal, ``<written, proposed> / |proposed|**2``; None without one."""
         return gain_of([self])
 
     @property

@@ -30,10 +30,11 @@ def policy_effect(bundle: Bundle, outcomes: Records, after: float = 0.3, target:
         first = measures.early_update(units[0], "rne", after)
         late = [u for u in records.losses(units[0].run("rne")) if u >= first]
         _draw_gaps(lost, bundle, units, condition, colour)
-        for arm, dash in zip(others, DASHES, strict=False):
-            name = condition if len(others) == 1 else f"{condition} {arm}"
+        for arm, dash in zip(bundle.arms, DASHES, strict=False):
+            if arm == "rne":
+                continue
             curve = ((u, known(measures.recovery(x, arm, u) for x in units)) for u in late)
-            _band(shares, curve, colour, dash, name)
+            _band(shares, curve, colour, dash, f"{condition} {arm}")
         ends = [_mean(known(measures.never_moved(x, arm) for x in units)) for arm in ("rne", others[0])]
         moved.plot([condition, condition], ends, color=colour, linewidth=1)
         moved.plot([condition], ends[:1], "o", color=colour)
@@ -43,10 +44,10 @@ def policy_effect(bundle: Bundle, outcomes: Records, after: float = 0.3, target:
     lost.set(title="loss gap", xlabel="update", ylabel=f"nats above {bundle.anchor} fp32")
     shares.set(title="recovery", xlabel="update", ylabel="share of the rne gap")
     moved.set(title="never moved", ylabel=f"attention and mlp; open: {others[0]}")
-    lost.legend()
-    shares.legend()
+    figure.legend(*lost.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     percent(shares, full=False)
     percent(moved)
+    moved.margins(x=0.2)
     return figure
 
 
