@@ -11,7 +11,15 @@ from halfulp.text import plain
 
 
 class HalfulpError(Exception):
-    """Something the caller can put right."""
+    """Something the caller can put right: the root of every error that halfulp raises on purpose.
+
+    >>> import halfulp as hu
+    >>> try:
+    ...     hu.grid("e4m3@3x")
+    ... except hu.HalfulpError as error:
+    ...     print(error)
+    the factor in grid 'e4m3@3x' must be a positive number, not '3x'.
+    """
 
     exit_code = 2
 
@@ -21,7 +29,11 @@ class HalfulpError(Exception):
 
 
 class UsageError(HalfulpError, ValueError):
-    """An argument, name or combination that has no meaning."""
+    """An argument, name or combination that has no meaning; also a ``ValueError``.
+
+    >>> issubclass(UsageError, ValueError), UsageError.exit_code
+    (True, 2)
+    """
 
 
 class MissingError(HalfulpError, ImportError):
@@ -29,7 +41,15 @@ class MissingError(HalfulpError, ImportError):
 
 
 class CorruptionError(HalfulpError):
-    """A file or state that is damaged, truncated or of another kind."""
+    """A file or state that is damaged, truncated or of another kind.
+
+    >>> import halfulp as hu
+    >>> try:
+    ...     hu.Trace.open("runs/of another machine")
+    ... except hu.CorruptionError as error:
+    ...     print(error)  # doctest: +ELLIPSIS
+    runs/of another machine is not a trace: there is no such folder...
+    """
 
     exit_code = 3
 

@@ -63,7 +63,7 @@ class Audit:
     dtype. Where weights are stored on a grid (a bfloat16 model, :class:`~halfulp.WriteBack`), its rounding is
     part of the change, and auditing that grid records what really happened.
 
-    >>> import tempfile
+    >>> import halfulp, tempfile
     >>> from halfulp.trace import Trace
     >>> model = torch.nn.Linear(8, 8)
     >>> opt = torch.optim.SGD(model.parameters(), lr=1e-6)
@@ -74,6 +74,22 @@ class Audit:
     ...         opt.step()
     >>> Trace.open(folder).frozen("bf16").shape
     (3,)
+
+    With a rehearsal, the model is evaluated as if its weights were stored on the grid:
+
+    >>> x = torch.ones(1, 8)
+    >>> with Audit(opt, ["bf16"], model=model, rehearse=["e5m2"]) as audit:
+    ...     model(x).sum().backward()
+    ...     opt.step()
+    ...     losses = audit.evaluate(lambda: model(x).detach().square().sum())
+    ...     with audit.as_if("e5m2"):
+    ...         on_grid = model.weight.detach().clone()
+    >>> sorted(losses.losses["e5m2"])
+    ['lower', 'point', 'upper']
+    >>> bool((on_grid == halfulp.grid("e5m2").round(on_grid)).all())
+    True
+    >>> audit.step, sorted(audit.latest["tensors"])
+    (1, ['bias', 'weight'])
     """
 
     def __init__(

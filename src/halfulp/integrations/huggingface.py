@@ -124,6 +124,7 @@ class AuditCallback(_Base):  # type: ignore[misc]  # a class of a library that m
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop the audit."""
+        _end_bar(args)
         self.running.end()
 
 
@@ -155,7 +156,14 @@ class ContractCallback(_Base):  # type: ignore[misc]  # a class of a library tha
         if self.contract is not None:
             self.contract.release()
             if state.is_world_process_zero:
+                _end_bar(args)
                 tell(f"halfulp: the precision contract {self.contract.summary()}.")
+
+
+def _end_bar(args: Any) -> None:
+    """End the line of the trainer's progress bar, which is closed only after our callbacks have run."""
+    if not args.disable_tqdm:
+        tell("")
 
 
 def _callers() -> Iterator[dict[str, Any]]:

@@ -54,6 +54,27 @@ class Pilot:
 
     Raises:
         UsageError: If a format, the budget or the run cannot be used.
+
+    >>> import torch
+    >>> class Run:
+    ...     def __init__(self):
+    ...         self.model = torch.nn.Linear(4, 1)
+    ...         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+    ...
+    ...     def batch(self, update):
+    ...         return torch.ones(8, 4)
+    ...
+    ...     def step(self, batch, update):
+    ...         self.optimizer.zero_grad()
+    ...         self.model(batch).square().mean().backward()
+    ...         self.optimizer.step()
+    ...
+    ...     def evaluate(self):
+    ...         return self.model(torch.ones(8, 4)).square().mean().item()
+    >>> pilot = Pilot(Run, ["bf16"], updates=4, budget=2.0, cost=lambda b: b / 8)
+    >>> prices = pilot.run()
+    >>> prices["bf16"].spec, pilot.left < 2.0
+    ('bf16', True)
     """
 
     def __init__(

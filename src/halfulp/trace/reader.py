@@ -72,13 +72,26 @@ class Trace(Recorded):
     >>> import tempfile
     >>> from halfulp.audit import Audit
     >>> model, folder = torch.nn.Linear(8, 8), tempfile.mkdtemp() + "/run"
+    >>> _ = torch.nn.init.ones_(model.weight)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     >>> with Audit(optimizer, ["bf16", "e5m2"], model=model, out=folder):
     ...     _ = model(torch.ones(1, 8)).sum().backward()
     ...     optimizer.step()
     >>> trace = Trace.open(folder)
-    >>> trace.grids, trace.last_step, trace.frozen("bf16").shape
-    (['bf16', 'e5m2'], 1, (1,))
+    >>> trace.grids, trace.last_step, trace.tensors[0]["name"]
+    (['bf16', 'e5m2'], 1, 'weight')
+
+    Shares are arrays, one value per step; a scope is a group, a tensor's name, or ``all``:
+
+    >>> trace.frozen("bf16", "weight"), trace.gain("bf16", "weight"), trace.never_moved("bf16", "weight")
+    (array([1.]), array([0.]), array([1.]))
+    >>> trace.crossing("bf16", "weight").persistent, trace.lost_by_tensor("bf16")[0]
+    (1, 1.0)
+    >>> print(f"{trace.update_ratio('weight')[0]:.0e}")
+    1e-06
+    >>> table = trace.table()  # columns, of one row per step, tensor and grid
+    >>> sorted(table["tensor"]), int(table["frozen"].sum())
+    (['bias', 'bias', 'weight', 'weight'], 144)
     """
 
     path: Path

@@ -41,6 +41,16 @@ class Mask:
     >>> mask = Mask(tiles={"w": torch.tensor([True, False])}, sizes={"w": 1000}, score="P", budget=4000)
     >>> mask.payload_bytes, mask.blanket_bytes
     (3072, 4000)
+
+    It is saved, loaded, and given to a write-back as its policy; a shuffled mask is its control:
+
+    >>> import tempfile
+    >>> file = tempfile.mkdtemp() + "/mask.safetensors"
+    >>> mask.save(file)
+    >>> Mask.load(file).payload("w"), Mask.load(file).overlap(mask)
+    (3072, 1.0)
+    >>> mask.policy().spec, mask.shuffled(seed=1).payload_bytes
+    ('tile-master(start_from=code)', 3072)
     """
 
     tiles: dict[str, torch.Tensor]

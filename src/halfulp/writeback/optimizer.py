@@ -87,6 +87,12 @@ class WriteBack(torch.optim.Optimizer):
     >>> opt.step()
     >>> opt.events.frozen
     1.0
+
+    What it takes in memory, how each tensor is stepped, and its checkpoint:
+
+    >>> opt.bytes().weights, opt.routes["weight"].name
+    (64, 'one pass')
+    >>> opt.load_state_dict(opt.state_dict())
     """
 
     like_torch = True

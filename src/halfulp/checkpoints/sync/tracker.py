@@ -65,6 +65,13 @@ class Sync:
     (tensor([2]), tensor([1.0078], dtype=torch.bfloat16))
     >>> sync.density()
     0.0
+    >>> sync.full().parts["w"].values.shape, sync.kept_bytes
+    (torch.Size([4]), 8)
+
+    With a grid, what is compared and sent are codes:
+
+    >>> Sync({"w": torch.ones(1, 4)}, "e4m3").stored()["w"]
+    tensor([[56, 56, 56, 56]], dtype=torch.uint8)
     """
 
     def __init__(
