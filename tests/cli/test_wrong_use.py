@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from study.samples import invoke
 from torch import ones
 
 import halfulp as hu
+from halfulp import checkpoints
 from halfulp.data import prepare, prose
 from halfulp.errors import UsageError
 from halfulp.outputs import check_output
@@ -130,3 +132,23 @@ def test_what_is_no_path_is_refused(given: Any) -> None:
     for opens in (hu.Trace.open, hu.Mask.load, partial(hu.allocate, budget=0.1)):
         with pytest.raises(UsageError, match="is not the path of a"):
             opens(given)
+
+
+def test_wrong_types_are_named(here: Path) -> None:
+    """Python's own words for them would name neither the argument nor what it takes."""
+    trace, mask = hu.Trace.open("run"), hu.Mask(tiles={"w": ones(2) > 0}, sizes={"w": 9}, score="P", budget=9)
+    grid = trace.grids[0]
+    weights = {"w": ones(4)}
+    sync = hu.Sync(weights)
+    weights["w"] = ones(3)
+    wrong: dict[str, Callable[[], object]] = {
+        "a scope is the name": lambda: trace.frozen(grid, 5),  # type: ignore[arg-type]
+        "takes the changes of all ranks, in a list": lambda: checkpoints.join(None),  # type: ignore[arg-type]
+        "takes those of all ranks, in a list": lambda: checkpoints.join_positions(5),  # type: ignore[arg-type]
+        "no tensor 'x', only 'w'": lambda: mask.payload("x"),
+        "a mask of the same tensors, 'w'": lambda: mask.overlap("x"),  # type: ignore[arg-type]
+        "'w' had 4 values of 4 bytes at the last sync, and has 3": sync.take,
+    }
+    for said, call in wrong.items():
+        with pytest.raises(UsageError, match=said):
+            call()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -147,6 +147,9 @@ class Recorded(ABC):
         Raises:
             UsageError: If no tensor is in the scope.
         """
+        given: Any = scope  # whatever a caller gave
+        if not isinstance(given, str | Iterable):
+            raise UsageError(f"a scope is the name of one, or ids of tensors, not {given!r:.60}.")
         if not isinstance(scope, str):
             return list(scope)
 

@@ -65,6 +65,8 @@ class Mask:
         Args:
             name: The name of the tensor.
         """
+        if name not in self.tiles:
+            raise UsageError(f"this mask has no tensor {name!r:.60}, only {self._names()}.")
         chosen = self.tiles[name]
         return MASTER_BYTES * int(tile_sizes(self.sizes[name], self.tile)[chosen.numpy()].sum())
 
@@ -104,8 +106,14 @@ class Mask:
         Returns:
             A number between 0 and 1.
         """
+        given: Any = other  # whatever a caller gave
+        if not isinstance(given, Mask) or not self.tiles.keys() <= given.tiles.keys():
+            raise UsageError(f"overlap() compares with a mask of the same tensors, {self._names()}.")
         both = sum(int((chosen & other.tiles[name]).sum()) for name, chosen in self.tiles.items())
         return both / sum(int(chosen.sum()) for chosen in self.tiles.values())
+
+    def _names(self) -> str:
+        return ", ".join(map(repr, list(self.tiles)[:3])) + (", ..." if len(self.tiles) > 3 else "")
 
     def policy(self, **options: Any) -> TileMaster:
         """Return the write-back policy that keeps masters for these tiles.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
@@ -335,6 +335,9 @@ def join_positions(positions: Sequence[str]) -> str:
     >>> join_positions(ranks) == join_positions(ranks[::-1])
     True
     """
+    given: Any = positions  # whatever a caller gave
+    if not isinstance(given, Iterable):
+        raise UsageError(f"join_positions() takes those of all ranks, in a list, not {given!r:.60}.")
     numbers = {number_of(p) for p in positions}
     if len(numbers) != 1 or None in numbers:
         raise UsageError(f"these are not the positions of one sync on every rank: {list(positions)}.")
@@ -358,7 +361,9 @@ def join(changes: Sequence[Change]) -> Change:
     >>> join([whole]).numel
     20
     """
-    given: Sequence[Any] = changes  # whatever a caller gave
+    given: Any = changes  # whatever a caller gave
+    if not isinstance(given, Iterable):
+        raise UsageError(f"join() takes the changes of all ranks, in a list, not {type(given).__name__}.")
     if wrong := [type(c).__name__ for c in given if not isinstance(c, Change)]:
         raise UsageError(f"join() takes the changes of all ranks, not {wrong[0]}.")
     syncs = sorted({(c.since, c.number) for c in changes})

@@ -143,8 +143,8 @@ def _all(model: Model) -> dict[str, torch.Tensor]:
         raise UsageError(f"give a torch module, or its tensors by name, not {type(given).__name__}.")
     for name, x in pairs:
         if not (isinstance(name, str) and isinstance(x, torch.Tensor)):
-            at = f"{shown(repr(name))} has a {type(x).__name__}"
-            raise UsageError(f"give a torch module, or its tensors by name, but {at}.")
+            at = f"{shown(repr(name))} is of type {type(x).__name__}"
+            raise UsageError(f"give a torch module, or its tensors by name: {at}.")
     return {name: x.detach() for name, x in pairs if x.numel()}
 
 

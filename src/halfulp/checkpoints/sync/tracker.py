@@ -174,7 +174,7 @@ class Sync:
     def density(self) -> float:
         """Return the share of stored values that differ from the last sync, without making a new sync."""
         now, _ = self._now()
-        changed = sum(len(at) for n, x in now.items() for at in _differing(self._last[n], as_bits(x)))
+        changed = sum(len(at) for n, x in now.items() for at in _differing(n, self._last[n], as_bits(x)))
         return changed / max(1, sum(x.numel() for x in now.values()))
 
     def take(self) -> Change:
@@ -188,7 +188,7 @@ class Sync:
         now, boxes = self._now()
         for name, x in now.items():
             bits = as_bits(x)
-            at = np.concatenate([*_differing(self._last[name], bits)])
+            at = np.concatenate([*_differing(name, self._last[name], bits)])
             if at.size:
                 sums[name] = checksum(bits)
                 parts[name] = _part(x, bits, at, boxes.get(name), sums[name])
@@ -228,12 +228,12 @@ class Sync:
         return Change(since, self.number, numel, parts, tied, base, self.position, whole, sharded)
 
 
-def _differing(old: torch.Tensor, new: torch.Tensor) -> Iterator[Array]:
+def _differing(name: str, old: torch.Tensor, new: torch.Tensor) -> Iterator[Array]:
     """Yield the positions at which the bits of a tensor differ, in order, chunk by chunk."""
     if (new.dtype, new.numel()) != (old.dtype, old.numel()):
         raise UsageError(
-            f"a tensor was {old.dtype} with {old.numel():,} values at the last sync and is {new.dtype} with "
-            f"{new.numel():,} now: begin again with another Sync."
+            f"{shown(name)!r} had {old.numel():,} values of {old.element_size()} bytes at the last sync, and "
+            f"has {new.numel():,} of {new.element_size()} now: begin again with another Sync."
         )
     for i, (a, b) in enumerate(zip(torch.split(old, COMPARED), torch.split(new, COMPARED), strict=True)):
         yield (a != b).nonzero()[:, 0].cpu().numpy() + i * COMPARED
