@@ -32,11 +32,6 @@ def check_output(path: Path, *kinds: str) -> None:
     page written over a checkpoint, must not cost anybody a file.
     """
     place = Path(os.path.realpath(path))
-    if kinds and place.is_file() and place.suffix.lower() not in kinds:
-        raise UsageError(
-            f"{path} exists, and is no {kinds[0]} file that could be replaced: choose another name for the "
-            "output, or move the file away."
-        )
     for folder in place.parents:
         if all(os.path.lexists(folder / name) for name in STUDY):
             raise UsageError(
@@ -48,7 +43,12 @@ def check_output(path: Path, *kinds: str) -> None:
                 raise UsageError(
                     f"{path} belongs to the trace {folder}: choose another place for the output."
                 )
-            return
+            break
+    if kinds and place.is_file() and place.suffix.lower() not in kinds:
+        raise UsageError(
+            f"{path} exists, and is no {kinds[0]} file that could be replaced: choose another name for the "
+            "output, or move the file away."
+        )
 
 
 def envelope(command: str, result: Mapping[str, Any] | None, code: int = 0, reason: str = "done") -> str:
