@@ -418,6 +418,17 @@ def test_a_write_back_of_some_tensors_only(own: bool, tmp_path: Path) -> None:
     assert keeping(memory.trace, "bf16") == "sr"
 
 
+@pytest.mark.parametrize("grid", ['"bfloat16"', "torch.bfloat16", "hu.grid('bfloat16')"])
+def test_a_write_back_of_some_tensors_to_the_grid_of_the_others(grid: str, tmp_path: Path) -> None:
+    wrap = f'hu.WriteBack(torch.optim.AdamW(net.parameters(), lr=1e-5), {grid}, "sr", model=net, CHOICE)'
+    text = LOOP.replace("opt = MAKE", f"import halfulp as hu\nopt = {wrap}")
+    memory, before = audited(text.replace("CHOICE", "params=lambda name, p: p.dim() > 1"), tmp_path)
+    assert before.headline.startswith("This run LOST ")
+    assert keeping(memory.trace, "bf16") is None
+    _, after = audited(text.replace("CHOICE", "params=lambda name, p: True"), tmp_path)
+    assert after.headline.startswith("Nothing lost: sr write-back carries the updates to ")
+
+
 def test_layers_that_are_unfrozen_later_are_kept(tmp_path: Path) -> None:
     """A write-back takes them up by itself, so they are not among what it left out."""
     text = LOOP.replace("MAKE", "hu.AdamW(net.named_parameters(), lr=1e-5)")

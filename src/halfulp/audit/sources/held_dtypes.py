@@ -31,6 +31,7 @@ from halfulp.text import tell
 from halfulp.verdicts import held as verdict_held
 from halfulp.writeback.optimizer import WriteBack
 from halfulp.writeback.sharding import local
+from halfulp.writeback.slot import Slot
 
 States = list[tuple[str, torch.Tensor]]
 Sizes = dict[str, int]
@@ -123,6 +124,11 @@ class OptimizerNotes:
                 tell(f"halfulp: {verdict_held.words_of(self._holds.values())}")
 
 
+def written_to(slot: Slot) -> str:
+    """Return the grid of a write-back, by a name that no dtype has: that is for what torch itself rounds."""
+    return {"bfloat16": "bf16", "float16": "fp16"}.get(slot.grid.name, slot.grid.name)
+
+
 def _written(kind: str) -> str:
     """Return what an optimizer calls a state, as a manifest takes it: valid text, and not too long."""
     return writable(kind) if len(kind) <= LONGEST else role_name(kind)
@@ -145,7 +151,7 @@ def counts_by_dtype(optimizer: torch.optim.Optimizer, gradients: Sizes) -> dict[
     written: Counter[str] = Counter()
     for slot in slots:
         where = "packed" if slot.storage == "packed" else f"in {str(slot.p.dtype).removeprefix('torch.')}"
-        how = f"{slot.grid.name} written by {slot.policy.spec.partition('(')[0]}, {where}"
+        how = f"{written_to(slot)} written by {slot.policy.spec.partition('(')[0]}, {where}"
         written[how] += slot.shape.numel()
     stepped = {slot.stepped for slot in slots}
     states: dict[str, list[torch.Tensor]] = {}

@@ -20,7 +20,7 @@ from halfulp.audit.meter.tensor import Watched, gradient_of
 from halfulp.audit.pipeline import Pipeline
 from halfulp.audit.ranks import as_tensor, taking_part, world
 from halfulp.audit.sources.gain import Gain
-from halfulp.audit.sources.held_dtypes import OptimizerNotes
+from halfulp.audit.sources.held_dtypes import OptimizerNotes, written_to
 from halfulp.audit.sources.names import Naming, models_around, name_parameters
 from halfulp.audit.sources.states import groups_of, wrapped
 from halfulp.audit.sources.step_count import StepCount
@@ -202,7 +202,7 @@ class OptimizerSteps:
             self.around += [m for m in models_around(shown) if m not in self.around]
         for slot in optimizer.slots if isinstance(optimizer, WriteBack) else ():
             if slot.p in named:
-                named[slot.p] = replace(named[slot.p], stored=slot.grid.name, codes=slot.codes)
+                named[slot.p] = replace(named[slot.p], stored=written_to(slot), codes=slot.codes)
         return named
 
     # ---- recording ----
