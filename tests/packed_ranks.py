@@ -151,9 +151,12 @@ def told() -> list[str]:
 def floats() -> int:
     """Bytes of all memory that tensors of floating point are in, once gloo has let go of what it has sent.
 
-    Its threads may hold a tensor for a moment after a reduction has returned: the least of several looks.
+    Its threads may hold a tensor after a reduction has returned, some until they have the next task: each is
+    given one that is of whole numbers, and the least of several looks counts.
     """
     looks = []
+    for task in [dist.barrier(async_op=True) for _ in range(4)]:
+        task.wait()
     for _ in range(10):
         gc.collect()
         alive = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and type(x) is not DTensor]

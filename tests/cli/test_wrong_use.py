@@ -66,7 +66,7 @@ def test_an_output_of_the_same_kind_is_replaced(here: Path) -> None:
         ),
         (("check", "a.safetensors", "--lr", "1", "--bound", "2", "--betas", "0.9,0.99"), "leave them out"),
         (("check", "maker/model"), "A model of a hub is downloaded first"),
-        (("compare", "run", "run", "--warmup", "-3"), "greater than or equal to 0"),
+        (("compare", "run", "run", "--warmup", "-3"), "--warmup"),
         (
             ("pilot", "--formats", "bf16", "--evaluate", "f", "--small", "'-b 1", "train.py"),
             "No closing quotation",

@@ -16,7 +16,7 @@ import typer
 
 from halfulp import outputs
 from halfulp.cli.option_groups import option
-from halfulp.errors import UsageError
+from halfulp.errors import CorruptionError, UsageError
 from halfulp.study import evidence, loading, publish
 from halfulp.study import validate as validation
 from halfulp.text import plain
@@ -96,13 +96,17 @@ class StudyPlace:
                 f"--out names the run of a study by name or file, which {self.study[:200]!a} is not."
             )
         with ExitStack() as stack:
-            if not named and Path(self.study).suffix == ".zip":
+            packed = not named and Path(self.study).suffix == ".zip"
+            if packed:
                 folder = stack.enter_context(publish.unpacked(Path(self.study)))
             elif named:
                 folder = self.out or Declared(self.study, self.scale).folder(None)[2]
             else:
                 folder = Path(self.study)
-            if not any(os.path.lexists(folder / name) for name in HELD):
+            there = any(os.path.lexists(folder / name) for name in HELD)
+            if packed and not there:
+                raise CorruptionError(f"{self.study} holds no study. `halfulp study export` writes archives.")
+            if not there:
                 raise UsageError(
                     f"There is no run of a study at {plain(str(folder))}. Expected its folder, such as "
                     "runs/NAME-SCALE, an archive (.zip), or a study by name or file that was run: "

@@ -198,7 +198,8 @@ class Bundle:
         return (Cell(name=name, config=arm.to_json()) for name, arm in arms.items())
 
     def _reference(self, config: Config, condition: str, seed: int, **how: Any) -> Arm:
-        changes = {**self.conditions[condition], **how}
+        # A forecast by scope is made of the tables.
+        changes = {**self.conditions[condition], **({"tables": True} if self.scopes else {}), **how}
         grid = changes.pop("grid")
         if self.anchor == "projected":
             changes["projected"] = grid
@@ -209,8 +210,7 @@ class Bundle:
             changes["make"] = {k: dict(v) for k, v in masked.of_target.items()} or None
             unit = self.unit.format(condition=condition, seed=seed)
             changes["masks"] = {"stage": "source", "cell": self.source_of(unit)}
-        arm = self._run(config, seed, audit=(grid,), rehearse=rehearse, **changes)
-        return replace(arm, tables=arm.tables or bool(self.scopes))  # a forecast by scope is made of them
+        return self._run(config, seed, audit=(grid,), rehearse=rehearse, **changes)
 
     def second_references(self, config: Config) -> Iterator[Cell]:
         """Yield the references again: the same float32 runs, which now know the masks of their own scores."""
