@@ -40,6 +40,7 @@ from torture import ROOT, Clock, Effort, Trial
 
 HERE = Path(__file__).parent.parent
 SOURCE = HERE.parent / "src"
+NOT_LOADED = 99  # pytest's own codes are below
 HANGS = 5.0  # a mutant that takes so many times as long as the module as it is does not end: noticed
 EXPLAINED = Path(__file__).parent / "survivors.toml"
 NOTICED = ROOT / "results" / "mutants"
@@ -301,7 +302,10 @@ def forked(
                 sys.meta_path.insert(0, Instead(name, tree))
             files = [str(HERE / test) for test in tests]
             chosen = ["-m", "not large", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+            chosen.append("--assert=plain")  # pytest would load modules itself, to rewrite their assertions
             code = int(pytest.main([*chosen, *files], plugins=[plugin]))
+            if tree is not None and not isinstance(sys.modules[name].__loader__, Instead):
+                code = NOT_LOADED
             if isinstance(plugin, Watch):
                 out.with_suffix(".json").write_text(json.dumps(plugin.found))
         finally:
@@ -361,7 +365,9 @@ def attack(name: str, tests: Sequence[str], effort: Effort) -> Trial:
             same += 1
         elif place in kept.places:
             before += 1
-        elif forked(name, made, tests, First(seen, mistake.line), out, limit) != 0:
+        elif (code := forked(name, made, tests, First(seen, mistake.line), out, limit)) != 0:
+            if code == NOT_LOADED:
+                raise SystemExit(f"{name} was imported from its file and not from the mutant")
             noticed += 1
             kept.add(place)
         else:
