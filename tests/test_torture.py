@@ -6,6 +6,8 @@ import ast
 import contextlib
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,28 @@ def test_mutants_are_one_mistake_each() -> None:
     assert ast.unparse(tree) not in texts
     assert all("raise E(2 * x)" in text for text in texts)
     assert ast.unparse(tree) == ast.unparse(ast.parse(source))
+
+
+MUTANT = """
+import ast
+from pathlib import Path
+from torture import mutants
+name, out = "halfulp.numbers.spellings", Path(OUT)
+source = mutants._file(name).read_text()
+for text in (source, source + "grid_name = None"):
+    tree = ast.parse(text)
+    print(mutants.forked(name, tree, ["numbers/test_spellings.py"], mutants.First({}, 1), out))
+"""
+
+
+def test_tests_run_against_the_mutant(tmp_path: Path) -> None:
+    """In a process of its own, which has not imported the module; pytest's own loader does not take it."""
+    script = MUTANT.replace("OUT", repr(str(tmp_path / "out")))
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+    )
+    unchanged, mutant = map(int, done.stdout.split())
+    assert (unchanged, mutant in (0, mutants.NOT_LOADED)) == (0, False), done.stderr
 
 
 def test_mutants_of_cpp_are_one_mistake_each() -> None:
