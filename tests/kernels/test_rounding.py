@@ -10,6 +10,7 @@ import torch
 from oracle import CASES, NUMPY, Case, Table, array, assert_same, bits, every, patterns, tensor
 
 import halfulp as hu
+from halfulp.kernels import reference_rounding
 
 WIDE, NARROW = [torch.float32, torch.float64], [torch.bfloat16, torch.float16]
 
@@ -132,3 +133,15 @@ def test_float64_patterns() -> None:
         expected = Table(case.exact).nearest(x)
         assert_same(case.round(torch.from_numpy(x)), expected, f"{label}: kernel")
         assert_same(case.reference(x), expected, f"{label}: reference")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sums_are_rounded_to_their_container_as_torch_does(dtype: torch.dtype) -> None:
+    drawn = np.random.default_rng(5).integers(0, 2**32, 100_000, dtype=np.uint32)
+    drawn[:4] = 0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x33000000  # ties, and both ends
+    x = drawn.view(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = reference_rounding.contained(x, dtype)
+    expected = torch.from_numpy(x).to(dtype).float().numpy()
+    assert np.array_equal(found[np.isfinite(x)], expected[np.isfinite(x)])
+    assert reference_rounding.contained(x) is x
