@@ -333,7 +333,7 @@ def test_other_types_are_refused(tmp_path: Path) -> None:
     with pytest.raises(hu.UsageError, match="takes a change, not str"):
         hu.Receiver({"w": torch.zeros(2)}).apply("17.safetensors")  # type: ignore[arg-type]
     with pytest.raises(hu.UsageError, match="changes of all ranks, not NoneType"):
-        join([None])  # type: ignore[list-item]
+        join([None])  # type: ignore[list-item]  # the mistake
     for wrong in (None, "a\0b", ""):
         with pytest.raises(hu.UsageError, match="not the path of a change"):
             Change.load(wrong)

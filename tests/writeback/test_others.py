@@ -400,8 +400,8 @@ class Counting(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        self.state["total_step"] = self.state.get("total_step", 0) + 1  # type: ignore[call-overload]
-        self.state.setdefault("k", torch.zeros(2))  # type: ignore[call-overload]
+        self.state["total_step"] = self.state.get("total_step", 0) + 1  # type: ignore[call-overload]  # as others key it
+        self.state.setdefault("k", torch.zeros(2))  # type: ignore[call-overload]  # as others key it
         self.state["k"] += 1  # type: ignore[index]
         return super().step(closure)
 
