@@ -12,13 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from halfulp.checkpoints.check_bounds import Reach
+from halfulp.numbers.containers import SHORT
 from halfulp.text import count, shown
 
 Array = npt.NDArray[Any]
 EMBEDDING = re.compile(r"emb(ed|\b|_)|\bw[tp]e\b")
 """The names that models give to tables of which a batch uses a few rows."""
-SHORT = {"bfloat16": "bf16", "float16": "fp16"}
-"""Short names of grids, as printed in a fix."""
 NOTABLE = 0.01
 """The share of stuck weights from which a fix is offered."""
 

@@ -99,7 +99,7 @@ def opened(checkpoint: Path | Mapping[str, torch.Tensor]) -> Iterator[dict[str, 
 
 def _in_files(checkpoint: Path, stack: ExitStack) -> dict[str, Stored]:
     """Return every tensor from the file that holds it; refuse a name without a file or with two."""
-    tensors: dict[str, Stored] = {}
+    by_name: dict[str, Stored] = {}
     files_of: dict[str, Path] = {}
     for path, names in shards(checkpoint).items():
         in_file = list(_in_file(path, stack))
@@ -111,14 +111,14 @@ def _in_files(checkpoint: Path, stack: ExitStack) -> dict[str, Stored]:
         for stored in in_file:
             if names is not None and stored.name not in names:
                 continue
-            if stored.name in tensors:
+            if stored.name in by_name:
                 where = " and ".join(shown(p.name) for p in dict.fromkeys((files_of[stored.name], path)))
                 raise UsageError(
                     f"{checkpoint} holds {shown(stored.name)!r} twice (in {where}), and no index says which "
                     "one counts: name one file."
                 )
-            tensors[stored.name], files_of[stored.name] = stored, path
-    return tensors
+            by_name[stored.name], files_of[stored.name] = stored, path
+    return by_name
 
 
 def in_memory(name: str, x: torch.Tensor, most: int | None = None) -> Stored:
@@ -166,9 +166,8 @@ def unpickled(path: Path) -> Any:
         except RuntimeError:  # one of the old format, which cannot be mapped
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch's reader meets garbage with errors of many kinds
-        if (
-            isinstance(error, OSError) and error.errno != errno.EINVAL
-        ):  # a place before a cut file's beginning
+        # EINVAL: the reader wanted a place before the beginning of a file that is cut short.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise files.refused_reading(path, error) from error
         if objects := FOREIGN.search(str(error)):
             kind = shown(objects[1] or objects[0])

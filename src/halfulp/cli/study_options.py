@@ -103,10 +103,11 @@ class StudyPlace:
                 folder = self.out or Declared(self.study, self.scale).folder(None)[2]
             else:
                 folder = Path(self.study)
-            there = any(os.path.lexists(folder / name) for name in HELD)
-            if packed and not there:
-                raise CorruptionError(f"{self.study} holds no study. `halfulp study export` writes archives.")
-            if not there:
+            if not any(os.path.lexists(folder / name) for name in HELD):
+                if packed:
+                    raise CorruptionError(
+                        f"{plain(self.study)} holds no study. `halfulp study export` writes archives."
+                    )
                 raise UsageError(
                     f"There is no run of a study at {plain(str(folder))}. Expected its folder, such as "
                     "runs/NAME-SCALE, an archive (.zip), or a study by name or file that was run: "

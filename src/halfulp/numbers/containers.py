@@ -33,6 +33,8 @@ CONTAINERS = {
     "bfloat16": Container(name="bfloat16", mantissa=7, emin=-126, emax=127),
     "float16": Container(name="float16", mantissa=10, emin=-14, emax=15),
 }
+SHORT = {"bfloat16": "bf16", "float16": "fp16"}
+"""The grids of narrow dtypes, by the names that they are usually called."""
 
 
 def container(dtype: torch.dtype | npt.DTypeLike) -> Container:

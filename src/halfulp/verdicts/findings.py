@@ -207,7 +207,7 @@ def unkept(trace: Recorded, grid: str) -> list[int]:
         return ids
     if held.keepers(trace) is not None:
         return []
-    own = held.written(trace)  # the grid of a write-back may be called as the dtype is
+    own = held.written(trace)  # in older traces its grid may be called as the dtype is
     plain = {t["id"] for t in trace.tensors if t["stored"] == t["dtype"] and t["stored"] not in own}
     return [i for i in ids if i in plain]
 

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from halfulp.numbers.containers import SHORT
 from halfulp.text import count
 from halfulp.trace import Recorded
 from halfulp.trace.stored_on import DTYPES, NEAREST
@@ -161,9 +162,8 @@ def _names(entry: Mapping[str, Any]) -> dict[str, str]:
 
 def _holds(optimizer: Mapping[str, Any], grid: str) -> bool:
     """Return True if an optimizer's weights are stored on a grid, at least in part."""
-    dtypes = {"bfloat16": "bf16", "float16": "fp16"}
     held = [str(name).partition(" ")[0] for name in part(part(optimizer, "holds"), "parameters")]
-    return not held or grid in [dtypes.get(name, name) for name in held]
+    return not held or grid in [SHORT.get(name, name) for name in held]
 
 
 def _loses(optimizer: Mapping[str, Any]) -> bool:

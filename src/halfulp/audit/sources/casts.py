@@ -37,7 +37,7 @@ from halfulp.audit.sources.states import Copies
 from halfulp.audit.sources.step_hooks import StepHooks
 from halfulp.errors import UsageError
 from halfulp.kernels import TILE, WRITE_COUNTS
-from halfulp.numbers.containers import CONTAINERS
+from halfulp.numbers.containers import CONTAINERS, SHORT
 from halfulp.numbers.grids import Grid
 from halfulp.numbers.grids import grid as named
 from halfulp.text import tell
@@ -49,7 +49,8 @@ CHUNK = 256 * TILE
 """Coordinates processed at a time: the only memory needed beside one bit per weight."""
 COUNTED = ("frozen", "endpoint", "never_moved")
 """The counts that a cast reports for a grid."""
-SHORT = {"bfloat16": "bf16", "float16": "fp16", "float8_e5m2": "e5m2", "float8_e4m3fn": "e4m3"}
+NAMES = {**SHORT, "float8_e5m2": "e5m2", "float8_e4m3fn": "e4m3"}
+"""The grids of dtypes that copies are cast to."""
 
 
 @dataclass(eq=False)
@@ -391,7 +392,7 @@ def _dtype(x: torch.Tensor) -> str:
 
 
 def _grid_name(x: torch.Tensor) -> str:
-    return SHORT.get(_dtype(x), _dtype(x))
+    return NAMES.get(_dtype(x), _dtype(x))
 
 
 def _squares(z: torch.Tensor, stored: torch.Tensor) -> list[float]:

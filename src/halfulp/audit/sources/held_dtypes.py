@@ -27,6 +27,7 @@ from halfulp.audit.sinks import manifest
 from halfulp.audit.sources.caller import caller_of
 from halfulp.audit.sources.names import writable
 from halfulp.audit.sources.states import flat, narrow_scalar, role_name, wrapped
+from halfulp.numbers.containers import SHORT
 from halfulp.text import tell
 from halfulp.verdicts import held as verdict_held
 from halfulp.writeback.optimizer import WriteBack
@@ -126,7 +127,7 @@ class OptimizerNotes:
 
 def written_to(slot: Slot) -> str:
     """Return the grid of a write-back, by a name that no dtype has: that is for what torch itself rounds."""
-    return {"bfloat16": "bf16", "float16": "fp16"}.get(slot.grid.name, slot.grid.name)
+    return SHORT.get(slot.grid.name, slot.grid.name)
 
 
 def _written(kind: str) -> str:
